@@ -11964,12 +11964,19 @@ class FakeProc:
 MB = 1 << 20
 
 
-class SamplerTest(unittest.TestCase):
-    """What is read of jobs' processes, and when."""
+class ProcTest(unittest.TestCase):
+    """Tests with a FakeProc."""
 
     def setUp(self) -> None:
         self.proc = FakeProc()
         self.addCleanup(shutil.rmtree, self.proc.root)
+
+
+class SamplerTest(ProcTest):
+    """What is read of jobs' processes, and when."""
+
+    def setUp(self) -> None:
+        super().setUp()
         self.sampler = torc.TreeSampler(10.0, self.proc.root)
 
     def tree(self, pid: int = 10, limit_mb: int = 0) -> Any:
@@ -11980,57 +11987,31 @@ class SamplerTest(unittest.TestCase):
 
     def test_a_process_is_its_jobs_by_session_by_parent_or_adopted_by_its_environment(self):
         one, two = self.tree(10), self.tree(20)
-        self.proc.process(10)
-        self.proc.process(11, parent=10)
-        self.proc.process(12, session=12, parent=11, start=6)       # setsid
-        self.proc.process(13, session=13, parent=os.getpid())       # a daemon that lost its parents
-        self.proc.process(14, session=14, parent=os.getpid())
-        self.proc.process(20, session=20)
+        for pid, more in ((10, {}), (11, {'parent': 10}), (12, {'session': 12, 'parent': 11, 'start': 6}), (20, {'session': 20}),
+                          (13, {'session': 13, 'parent': os.getpid()}), (14, {'session': 14, 'parent': os.getpid()})):
+            self.proc.process(pid, **more)
         self.proc.write('13/environ', 'A=b\0TORC_RUN_TAG=tag-10;\0')
         self.sampler.look(10.0)
         self.assertEqual(({10, 11, 12, 13}, {20}), (set(one.members), set(two.members)))
         self.proc.process(15, session=15, parent=12)
         self.proc.end(13)
+        self.proc.process(11, session=1, start=99)      # its pid was used again
         self.assertEqual([10, 20], self.sampler.look(20.0))
-        self.assertEqual(({10, 11, 12, 15}, 4 * MB), (set(one.members), one.memory_bytes))
+        self.assertEqual(({10, 12, 15}, 3 * MB), (set(one.members), one.memory_bytes))
 
-    def test_a_pid_that_was_used_again_is_another_process(self):
-        tree = self.tree()
-        self.proc.process(10)
-        self.proc.process(11)
-        self.sampler.look(10.0)
-        self.proc.process(11, session=1, size_mb=900, start=99)
-        self.sampler.look(20.0)
-        self.sampler.look(30.0)
-        self.assertEqual((1, {10}, MB), (tree.num_processes, set(tree.members), tree.memory_bytes))
-        self.proc.process(11, start=100)
-        self.sampler.seen.discard(11)       # it was gone in between
-        self.sampler.look(40.0)
-        self.assertEqual(2, tree.num_processes)
-
-    def test_where_no_living_process_is_seen_nothing_is_known_of_memory(self):
-        tree = self.tree()
-        self.sampler.look(10.0)
-        self.assertNotIn('avg_memory_bytes', tree.usage.fields(2.0, 0.1))
-        self.proc.process(10, size_mb=9)
-        self.sampler.look(20.0)
-        self.proc.process(10, size_mb=0, state='Z')
-        self.sampler.look(30.0)
-        self.assertEqual(9 * MB, tree.usage.fields(30.0, 0.1)['avg_memory_bytes'])
-
-    def test_the_time_of_a_child_that_ended_is_counted_once_whether_its_parent_waits_or_not(self):
-        tree = self.tree()
-        wanted = []
-        for child, parent_ticks in (((30, 'S'), 0), ((50, 'Z'), 0), (None, 50), ((7, 'S'), 50), (None, 50)):
+    def test_figures_of_processes_that_end_are_neither_lost_nor_counted_twice(self):
+        tree, found = self.tree(), []
+        for child, parent_ticks in (((), 0), ((30, 'S'), 0), ((50, 'Z'), 0), ((), 50), ((7, 'S'), 50), ((), 50)):
             if child:
                 self.proc.process(11, ticks=(child[0], 0, 0, 0), state=child[1])
             elif os.path.exists(f'{self.proc.root}/11'):
                 self.proc.end(11)
-            self.proc.process(10, ticks=(0, 0, parent_ticks, 0))
-            self.sampler.look(10.0 * (len(wanted) + 1))
-            wanted.append((tree.cpu_ticks, tree.num_processes))
-        self.assertEqual([(30, 2), (50, 1), (50, 1), (57, 2), (57, 1)], wanted)
-        self.assertEqual([0.0, 50 * 100 / torc.CLOCK_TICKS / 10], [tree.cpu_percent, 10 * tree.usage.peak_cpu_percent / 6])
+            if found:
+                self.proc.process(10, ticks=(0, 0, parent_ticks, 0))
+            self.sampler.look(10.0 * (len(found) + 1))
+            found.append((tree.cpu_ticks, tree.num_processes, tree.usage.num_samples))
+        self.assertEqual([(0, 0, 0), (30, 2, 1), (50, 1, 2), (50, 1, 3), (57, 2, 4), (57, 1, 5)], found)
+        self.assertEqual((0.0, 3 / torc.CLOCK_TICKS * 100), (tree.cpu_percent, tree.usage.peak_cpu_percent))
 
     def test_jobs_are_sampled_at_the_interval_and_those_with_a_limit_when_they_can_have_reached_it(self):
         self.tree(10)
@@ -12061,17 +12042,15 @@ class SamplerTest(unittest.TestCase):
             self.proc.write(f'{pid}/smaps_rollup', 'Rss: 92160 kB\nPss:    30720 kB\nPss_Anon: 1 kB\n')
         self.sampler.look(1.0)
         self.assertEqual((True, 0), (tree.needs_check(1.0), tree.usage.peak_memory_bytes), 'it is in doubt')
-        sizes = torc.check_trees(self.proc.root, [list(tree.members), [99]])
-        self.assertEqual([90 * MB, 0], sizes)
-        self.assertFalse(tree.take_check(1.1, 0.01, sizes[0]))
+        self.assertEqual([90 * MB, 0], torc.check_trees(self.proc.root, [list(tree.members), [99]]))
+        self.assertFalse(tree.take_check(1.1, 0.01, 90 * MB))
         self.sampler.look(1.2)
         self.assertEqual((90 * MB, 90 * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes))
-        self.assertEqual([False, True], [tree.needs_check(1.1 + factor * 0.01) for factor in (49, 51)], 'pages may be shared no longer')
+        self.assertEqual([False, True], [tree.needs_check(1.1 + rests * 0.01) for rests in (49, 51)], 'pages may be shared no longer')
         self.proc.process(12, size_mb=101)
         self.sampler.look(1.3)
         self.assertTrue(tree.needs_check(1.3), 'it has grown beyond its limit')
-        self.assertFalse(tree.take_check(1.4, 0.01, None), 'nothing is known')
-        self.assertTrue(tree.take_check(1.5, 0.01, 101 * MB))
+        self.assertEqual([False, True], [tree.take_check(1.4, 0.01, size) for size in (None, 101 * MB)])
         self.assertEqual(101 * MB, tree.usage.peak_memory_bytes)
 
     def test_a_process_whose_shares_may_not_be_read_counts_without_its_files(self):
@@ -12079,84 +12058,44 @@ class SamplerTest(unittest.TestCase):
         self.assertEqual(200 * torc.PAGE_BYTES, torc.read_proportional_bytes(self.proc.root, 10))
 
 
-class UsageTest(unittest.TestCase):
+class UsageTest(ProcTest):
     """Peaks and averages of a result."""
 
-    SAMPLES = '''
-        at  cpu_s  memory  percent
-        100  50     1000   None
-        110  60     3000   100.0
-        120  60     None   0.0
-        130  None   2000   None
-        140  70     2000   50.0
-        150  5      2000   0.0
-        150  9      2000   None
-        160  1e9    2000   None
-        '''
-
     def test_cpu_percent_is_of_the_time_between_two_samples_and_averages_are_of_the_whole(self):
-        usage = torc.Usage()
-        for line in self.SAMPLES.strip().splitlines()[1:]:
-            at, cpu_s, memory, percent = [ast.literal_eval(word) for word in line.split()]
-            self.assertEqual(percent, usage.add(at, cpu_s, memory), line)
+        usage, percents = torc.Usage(), []
+        for sample in ((100, 50, 1000), (110, 60, 3000), (120, 60, None), (130, None, 2000), (140, 70, 2000), (150, 5, 2000),
+                       (150, 9, 2000), (160, 1e9, 2000)):
+            percents.append(usage.add(*sample))
+        self.assertEqual([None, 100.0, 0.0, None, 50.0, 0.0, None, None], percents)
         self.assertEqual({'peak_memory_bytes': 3000, 'avg_memory_bytes': 2000, 'peak_cpu_percent': 100.0, 'avg_cpu_percent': 10.0},
                          usage.fields(100.0, 10.0))
 
     def test_a_result_has_what_is_known_from_samples_and_from_the_end(self):
-        def usage(*samples: Any) -> Any:
+        for sample, end, wanted in (
+                ((), (0.0, 0.0), (None, None, None, None)),
+                ((), (0.1, 0.05, 0, 0.1), (None, None, 50.0, 50.0)),
+                ((), (0.0004, 0.1), (None, None, 400.0, 400.0)),        # no more than all CPUs
+                ((1.0, 0.2, 100), (2.0, 1.2, 700, 2.0), (700, 100, 60.0, 100.0)),
+                ((1.0, 0.2, 100), (1.0, 0.0), (100, 100, 20.0, 20.0))):
             usage = torc.Usage(0.0, 0.0, 400.0)
-            for sample in samples:
-                usage.add(*sample)
-            return usage
-        for found, wanted in (
-                (usage().fields(0.0, 0.0), (None, None, None, None)),
-                (usage().fields(0.1, 0.05, 0, 0.1), (None, None, 50.0, 50.0)),
-                (usage().fields(0.0004, 0.1), (None, None, 400.0, 400.0)),      # no more than all CPUs
-                (usage((1.0, 0.2, 100)).fields(2.0, 1.2, 700, 2.0), (700, 100, 60.0, 100.0)),
-                (usage((1.0, 0.2, 100)).fields(1.0, 0.0), (100, 100, 20.0, 20.0))):
+            sample and usage.add(*sample)
             names = 'peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent'
-            self.assertEqual({name: value for name, value in zip(names, wanted) if value is not None}, found)
+            self.assertEqual({name: value for name, value in zip(names, wanted) if value is not None}, usage.fields(*end))
 
     def test_a_node_has_peaks_and_averages_of_what_is_measured(self):
-        proc = FakeProc()
-        self.addCleanup(shutil.rmtree, proc.root)
-        proc.write('stat', 'cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1 1 1 1\n')
-        nodes = [torc.NodeUsage(cpu, memory, proc.root) for cpu, memory in ((True, True), (False, True), (True, False))]
+        self.proc.write('stat', 'cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1 1 1 1\n')
+        nodes = [torc.NodeUsage(cpu, memory, self.proc.root) for cpu, memory in ((True, True), (False, True), (True, False))]
         for idle, available_kb, wanted in ((800, 1 << 19, (50.0, 1 << 29, 1 << 30)), (1100, 1 << 18, (0.0, 3 << 28, 1 << 30))):
-            proc.write('stat', f'cpu  150 0 100 {idle} 50 0 0 0 50 0\n')
-            proc.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemAvailable:  {available_kb} kB\n')
+            self.proc.write('stat', f'cpu  150 0 100 {idle} 50 0 0 0 50 0\n')
+            self.proc.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemAvailable:  {available_kb} kB\n')
             self.assertEqual([wanted, (None, *wanted[1:]), (wanted[0], None, None)], [node.sample() for node in nodes])
         cpu, memory = {'peak_cpu_percent': 50.0, 'avg_cpu_percent': 12.5}, {'peak_memory_bytes': 3 << 28, 'avg_memory_bytes': 5 << 27}
         self.assertEqual([{'sample_count': 2, **cpu, **memory}, {'sample_count': 2, **memory}, {'sample_count': 2, **cpu}],
                          [node.fields() for node in nodes])
 
-    CONFIGURATIONS = '''
-        config                                                                       jobs   series  node   series
-        null                                                                         False  False   False  False
-        {"enabled": false}                                                           False  False   False  False
-        {"enabled": true}                                                            True   False   False  False
-        {"enabled": true, "granularity": "time_series", "jobs": null}                True   True    False  False
-        {"enabled": false, "jobs": {"enabled": true, "granularity": "time_series"}}  True   True    False  False
-        {"enabled": true, "granularity": "time_series", "jobs": {"enabled": false}}  False  False   False  False
-        {"compute_node": {"enabled": true, "granularity": "time_series"}}            False  False   True   True
-        {"enabled": true, "compute_node": {"enabled": true}}                         True   False   True   False
-        '''
 
-    def test_what_is_measured_stands_in_the_configuration(self):
-        for line in self.CONFIGURATIONS.strip().splitlines()[1:]:
-            config, *flags = re.split(r'\s{2,}', line.strip())
-            settings = torc.monitor_settings({'resource_monitor_config': json.loads(config)})
-            self.assertEqual(flags, [str(flag) for flag in settings[:4]], config)
-        settings = torc.monitor_settings({'resource_monitor_config': {'sample_interval_seconds': 3, 'compute_node': {'cpu': False}}})
-        self.assertEqual((False, True, 3, 300), settings[4:])
-
-
-class OomCounterTest(unittest.TestCase):
+class OomCounterTest(ProcTest):
     """Where the kernel counts what it has killed for lack of memory."""
-
-    def setUp(self) -> None:
-        self.proc = FakeProc()
-        self.addCleanup(shutil.rmtree, self.proc.root)
 
     def find(self, cgroup: str, *mounts: str) -> str:
         """The file, below the root."""
@@ -12167,66 +12106,29 @@ class OomCounterTest(unittest.TestCase):
     def test_the_file_is_that_of_our_control_group(self):
         two, one, nameless = '/ /cg rw - cgroup2 cgroup2 rw', '/ /mem rw - cgroup cgroup rw,memory', '/ /tmp rw - tmpfs  rw'
         self.assertEqual('', self.find('0::/a/b\n', nameless, two))
-        self.proc.write('cg/a/memory.events', '')
+        for name in ('cg/a/memory.events', 'mem/job/memory.oom_control', 'in/job/memory.events'):
+            self.proc.write(name, '')
         self.assertEqual('/cg/a/memory.events', self.find('0::/a/b\n', nameless, two))
-        self.proc.write('mem/job/memory.oom_control', '')
         self.assertEqual('/mem/job/memory.oom_control', self.find('4:memory:/job\n1:cpu:/x\n0::/\n', two, one))
-        self.proc.write('in/job/memory.events', '')
         self.assertEqual('/in/job/memory.events', self.find('0::/docker/x/job\n', '/docker/x /in rw - cgroup2 cgroup2 rw'), 'in a container')
 
-    def counter(self) -> Any:
-        """One of a group in which we are alone."""
+    def test_each_kill_explains_one_end_soon_and_only_where_no_other_user_can_have_been_killed(self):
         self.proc.write('group/cgroup.procs', f'{os.getpid()}\n999999999\n')
-        return torc.OomCounter(self.proc.write('group/memory.events', 'oom 3\noom_kill 1\noom_group_kill 0\n'))
-
-    def test_each_kill_explains_one_end_and_no_end_that_comes_much_later(self):
-        counter = self.counter()
+        counter = torc.OomCounter(self.proc.write('group/memory.events', 'oom 3\noom_kill 1\noom_group_kill 0\n'))
         self.assertFalse(counter.take(), 'it was before us')
-        self.proc.write('group/memory.events', 'oom 3\noom_kill 3\n')
-        counter.look(100.0)
-        self.assertEqual([True, True, False], [counter.take() for _ in range(3)])
-        self.proc.write('group/memory.events', 'oom_kill 4\n')
-        counter.look(100.0 + torc.OOM_MEMORY_S)
-        self.proc.write('group/memory.events', 'oom_kill 5\n')
-        counter.look(100.0 + 2 * torc.OOM_MEMORY_S)
-        self.assertEqual([True, False], [counter.take() for _ in range(2)])
-
-    def test_what_is_killed_in_a_group_with_other_users_explains_nothing(self):
-        counter = self.counter()
-        self.proc.write('group/memory.events', 'oom_kill 2\n')
-        other = subprocess.Popen(['sleep', '1000'], preexec_fn=(lambda: os.setuid(65534)) if os.geteuid() == 0 else None)
+        for at, kills, wanted in ((100.0, 3, [True, True, False]), (110.0, 4, []), (120.0, 5, [True, False])):
+            self.proc.write('group/memory.events', f'oom 3\noom_kill {kills}\n')
+            counter.look(at)
+            self.assertEqual(wanted, [counter.take() for _ in wanted], at)
+        other = subprocess.Popen(['sleep', '1000'], preexec_fn=(lambda: os.setuid(OTHER_UID)) if os.geteuid() == 0 else None)
         self.addCleanup(lambda: (other.kill(), other.wait()))
         self.proc.write('group/inner/cgroup.procs', f'{other.pid}\n')
+        self.proc.write('group/memory.events', 'oom_kill 6\n')
         self.assertEqual(os.geteuid() != 0, counter.take(), 'only root can be somebody else here')
 
 
 class SeriesTest(WorldTest):
-    """The file of a time series, and how samples get there."""
-
-    def test_samples_are_written_at_once_then_at_the_interval_and_wait_while_that_fails(self):
-        errands, errors = [], []    # type: List[Any], List[str]
-        def begin(work: Any) -> Any:
-            errands.append(types.SimpleNamespace(look=lambda: errands[-1].is_over, is_over=False, error='', rows=work.args[0]))
-            return errands[-1]
-        series = torc.Series(300.0, list, begin, errors.append)
-        self.assertEqual(math.inf, series.due())
-        first, second = [('names', (1, 'a', None)), ('jobs', (1, 5, 1.0, 2, 3))], ('jobs', (1, 6, 1.0, 2, 3))
-        series.add_job(1, 'a', (5, 1.0, 2, 3))
-        for now, is_over, error, num_errands, rows, due_at in (
-                (1.0, False, '', 1, first, math.inf), (400.0, False, '', 1, first, math.inf), (401.0, True, 'disk full', 2, [*first, second], math.inf),
-                (600.0, True, '', 2, [*first, second], math.inf), (701.0, False, '', 2, [*first, second], math.inf)):
-            with self.subTest(now):
-                if errands:
-                    errands[-1].is_over, errands[-1].error = is_over, error
-                series.act(now)
-                self.assertEqual((num_errands, rows, due_at), (len(errands), errands[-1].rows, series.due()))
-                if now == 1.0:
-                    series.add_job(1, 'a', (6, 1.0, 2, 3))
-        self.assertEqual((['disk full'], []), (errors, series.rows))
-        with unittest.mock.patch('torc.MAX_SERIES_ROWS', 3):
-            for number in range(9):
-                series.add_job(2, 'b', (number, 1.0, 2, 3))
-        self.assertEqual((3, 701.0), (len(series.rows), series.due()))
+    """The file of a time series."""
 
     def test_the_file_has_torcs_tables(self):
         path = self.world.path('x.db')
@@ -12234,17 +12136,15 @@ class SeriesTest(WorldTest):
             torc.write_series(path, [('names', (1, 'a', None)), ('jobs', (1, at, 50.0, 1000, 2)),
                                      ('node', (at, 10.0, 5, 9)), ('summary', (at, 1.0, 1.0, 5, 4))])
         with contextlib.closing(sqlite3.connect(path)) as connection:
-            tables = {name: [row[1] for row in connection.execute(f'PRAGMA table_info({name})')]
+            tables = {name: ([row[1] for row in connection.execute(f'PRAGMA table_info({name})')],
+                             connection.execute(f'SELECT count(*) FROM {name}').fetchone()[0])
                       for name, in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")}
-            self.assertEqual({
-                'job_resource_samples': ['job_id', 'timestamp', 'cpu_percent', 'memory_bytes', 'num_processes'],
-                'job_metadata': ['job_id', 'job_name', 'peak_memory_bytes'],
-                'system_resource_samples': ['id', 'timestamp', 'cpu_percent', 'memory_bytes', 'total_memory_bytes'],
-                'system_resource_summary': ['id', 'sample_count', 'peak_cpu_percent', 'avg_cpu_percent',
-                                            'peak_memory_bytes', 'avg_memory_bytes']}, tables)
-            counts = [connection.execute(f'SELECT count(*) FROM {name}').fetchone()[0] for name in tables]
-            self.assertEqual([2, 1, 2, 1], [counts[list(tables).index(name)] for name in (
-                'job_resource_samples', 'job_metadata', 'system_resource_samples', 'system_resource_summary')])
+        self.assertEqual({
+            'job_resource_samples': (['job_id', 'timestamp', 'cpu_percent', 'memory_bytes', 'num_processes'], 2),
+            'job_metadata': (['job_id', 'job_name', 'peak_memory_bytes'], 1),
+            'system_resource_samples': (['id', 'timestamp', 'cpu_percent', 'memory_bytes', 'total_memory_bytes'], 2),
+            'system_resource_summary': (['id', 'sample_count', 'peak_cpu_percent', 'avg_cpu_percent',
+                                         'peak_memory_bytes', 'avg_memory_bytes'], 1)}, tables)
 
 
 # ======== 13. Launcher ========
@@ -15920,28 +15820,77 @@ class DirectStarterTest(PartTest):
 
 # ======== 16d. Runner's monitor ========
 
+
+class SeriesPartTest(PartTest):
+    """How samples get to their file."""
+
+    def test_samples_are_written_at_once_then_at_the_interval_and_wait_while_that_fails(self):
+        errands = []    # type: List[Any]
+        def begin(work: Any) -> Any:
+            errands.append(types.SimpleNamespace(look=lambda: errands[-1].is_over, is_over=False, error='', rows=work.args[0]))
+            return errands[-1]
+        series = torc.Series(self.context(), types.SimpleNamespace(begin=begin))
+        self.assertEqual(math.inf, series.due())
+        first, second = [('names', (1, 'a', None)), ('jobs', (1, 5, 1.0, 2, 3))], ('jobs', (1, 6, 1.0, 2, 3))
+        series.add_job(1, 'a', (5, 1.0, 2, 3))
+        for now, is_over, error, num_errands, rows in (
+                (1.0, False, '', 1, first), (400.0, False, '', 1, first), (401.0, True, 'disk full', 2, [*first, second]),
+                (600.0, True, '', 2, [*first, second])):
+            if errands:
+                errands[-1].is_over, errands[-1].error = is_over, error
+            series.act(now)
+            self.assertEqual((num_errands, rows, math.inf), (len(errands), errands[-1].rows, series.due()), now)
+            if now == 1.0:
+                series.add_job(1, 'a', (6, 1.0, 2, 3))
+        with unittest.mock.patch('torc.MAX_SERIES_ROWS', 3):
+            for number in range(9):
+                series.add_job(2, 'b', (number, 1.0, 2, 3))
+        self.assertEqual((3, 701.0), (len(series.rows), series.due()))
+
+    CONFIGURATIONS = '''
+        config                                                                       jobs   rows    node   node_rows
+        null                                                                         False  False   False  False
+        {"enabled": false}                                                           False  False   False  False
+        {"enabled": true}                                                            True   False   False  False
+        {"enabled": true, "granularity": "time_series", "jobs": null}                True   True    False  False
+        {"enabled": false, "jobs": {"enabled": true, "granularity": "time_series"}}  True   True    False  False
+        {"enabled": true, "granularity": "time_series", "jobs": {"enabled": false}}  False  False   False  False
+        {"compute_node": {"enabled": true, "granularity": "time_series"}}            False  False   True   True
+        {"enabled": true, "compute_node": {"enabled": true}}                         True   False   True   False
+        '''
+
+    def test_what_is_measured_stands_in_the_configuration(self):
+        for row in rows_of(self.CONFIGURATIONS):
+            config, *flags = row.values()
+            settings = torc.monitor_settings({'resource_monitor_config': json.loads(config)})
+            self.assertEqual(flags, [str(flag) for flag in settings[:4]], config)
+        settings = torc.monitor_settings({'resource_monitor_config': {'sample_interval_seconds': 3, 'compute_node': {'cpu': False}}})
+        self.assertEqual((False, True, 3, 300), settings[4:])
+
+
 class MonitorRunTest(RunnerCase):
     """What a runner measures, and what it does about memory limits, with real jobs."""
-    GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\nopen(\'grown\', \'w\')\ntime.sleep({s})"'
+    GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\ntime.sleep({s})"'
+    BOTH = {'enabled': True, 'granularity': 'time_series'}
 
     def grow(self, size_mb: int, for_s: float = 100) -> str:
         """A command that takes so much memory, and keeps it for a while."""
         return self.GROW.format(python=shlex.quote(sys.executable), mb=size_mb, s=for_s)
 
-    def limited(self, command: str, memory: str = '60m', **fields: Any) -> Any:
+    def limited(self, command: str, memory: Optional[str] = '60m', **fields: Any) -> Any:
         """A workflow of one job with a memory limit."""
-        needs = [{'name': 'r', 'num_cpus': 1, 'memory': memory, 'runtime': 'PT1M'}]
-        return self.create({'command': command, 'resource_requirements': 'r'}, resource_requirements=needs, **fields)
+        needs = dict({'name': 'r', 'num_cpus': 1, 'runtime': 'PT1M'}, **({'memory': memory} if memory else {}))
+        job = dict({'command': command, 'resource_requirements': 'r'}, **fields.pop('job', {}))
+        return self.create(job, resource_requirements=[needs], **fields)
 
-    def result(self) -> Dict[str, Any]:
-        """The only result."""
-        row, = self.client.rows('list_results', workflow_id=1, all_runs=True)
-        return row
+    def rows(self) -> List[Dict[str, Any]]:
+        """The results, by job."""
+        return sorted(self.client.rows('list_results', workflow_id=1, all_runs=True), key=lambda row: row['job_id'])
 
     def test_a_job_above_its_memory_limit_is_killed_with_all_that_it_has_started(self):
         self.limited('(setsid env -i /bin/sh -c "echo \\$\\$ > hidden; exec /bin/sleep 1000" &); ' + self.grow(100))
         self.run_it()
-        row = self.result()
+        row, = self.rows()
         self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
         used_mb, = re.findall(r'^used ([0-9]+)MB of memory, and its limit was 60MB: raise memory in its resource_requirements', row['reason'])
         self.assertGreater(int(used_mb), 60)
@@ -15951,21 +15900,19 @@ class MonitorRunTest(RunnerCase):
         self.assertFalse(torc.read_process_start_ticks(int(self.world.read('hidden'))))
 
     @slow
-    def test_without_a_limit_a_monitor_or_limit_resources_nothing_is_killed(self):
-        for fields in ({'execution_config': {'limit_resources': False}}, {'resource_monitor': {'enabled': False}}):
-            with self.subTest(fields):
-                workflow_id = self.limited(self.grow(100, 0.3), **fields)
-                self.assertEqual(1, self.run_it(workflow_id).completed)
-        self.assertEqual(1, self.run_it(self.create(self.grow(100, 0.3))).completed, 'the implicit requirements are no limit')
-        job = {'command': self.grow(100, 0.3), 'resource_requirements': 'r'}
-        self.assertEqual(1, self.run_it(self.create(job, resource_requirements=[{'name': 'r',
-                'num_cpus': 1}])).completed, 'nor are those without memory')
+    def test_where_there_is_no_limit_or_no_look_nothing_is_killed(self):
+        fail = unittest.mock.Mock(side_effect=OSError(errno.EIO, 'Input/output error'))
+        for memory, fields, look in (('60m', {'execution_config': {'limit_resources': False}}, torc.check_trees),
+                                     ('60m', {'resource_monitor': {'enabled': False}}, torc.check_trees),
+                                     (None, {}, torc.check_trees), ('60m', {}, fail)):
+            with self.subTest(fields), unittest.mock.patch('torc.check_trees', look):
+                self.assertEqual(1, self.run_it(self.limited(self.grow(100, 0.5), memory, **fields)).completed)
+        self.assertEqual('memory limits: no look at what jobs share was possible: [Errno 5] Input/output error', self.progress.messages[-1])
 
     def test_the_return_code_is_oom_exit_code_and_a_failure_handler_takes_it(self):
         rules = [{'name': 'h', 'rules': [{'exit_codes': [99], 'max_retries': 2}]}]
-        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}]
-        self.create({'command': f'[ $TORC_ATTEMPT_ID = 2 ] || {self.grow(100)}', 'resource_requirements': 'r', 'failure_handler': 'h'},
-                    resource_requirements=needs, failure_handlers=rules, execution_config={'mode': 'direct', 'oom_exit_code': 99})
+        self.limited(f'[ $TORC_ATTEMPT_ID = 2 ] || {self.grow(100)}', job={'failure_handler': 'h'}, failure_handlers=rules,
+                     execution_config={'mode': 'direct', 'oom_exit_code': 99})
         self.run_it()
         self.assertEqual([(1, 1, 99, 'failed'), (1, 2, 0, 'completed')], self.results())
 
@@ -15994,68 +15941,67 @@ class MonitorRunTest(RunnerCase):
             self.assertEqual(wanted, (row['return_code'], row['status']))
             self.assertEqual(row['status'] == 'completed', row['peak_memory_bytes'] < limit_mb << 20)
 
-    @slow
-    def test_where_the_look_at_shared_pages_fails_or_hangs_nothing_is_killed_in_doubt(self):
-        def fail(*_: Any) -> None:
-            raise OSError(errno.EIO, 'Input/output error')
-        go = hanging(self)
-        for look, said in ((fail, '[Errno 5] Input/output error'), (lambda *_: go.wait(60), 'it has not ended')):
-            with unittest.mock.patch.multiple(torc, check_trees=look, CHECK_LIMIT_S=0.2):
-                self.assertEqual(1, self.run_it(self.limited(self.grow(100, 0.8))).completed)
-            self.assertEqual(f'memory limits: no look at what jobs share was possible: {said}', self.progress.messages[-1])
+    GROWING = textwrap.dedent("""
+        import time
+        time.sleep(1.2)
+        began, blocks = time.monotonic(), []
+        while True:
+            while len(blocks) * 10 < (time.monotonic() - began) * 1000:
+                blocks.append(bytearray(b'x') * (10 << 20))
+            time.sleep(0.001)
+        """)
 
-    def test_results_and_nodes_carry_what_was_used(self):
-        burn = "while [ $(date +%s%N) -lt $((end)) ]; do :; done"
-        self.create({'command': f'end=$(($(date +%s%N) + 1300000000)); {burn}'}, self.grow(100, 1.3), 'true',
-                    resource_monitor={'sample_interval_seconds': 1, 'compute_node': {'enabled': True}, 'jobs': {'enabled': True}})
+    @slow
+    def test_a_job_that_takes_a_gigabyte_a_second_exceeds_its_limit_by_less_than_300_megabytes(self):
+        self.world.write('growing.py', self.GROWING)
+        self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("growing.py")}"', '1g')
+        self.run_it()
+        row, = self.rows()
+        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
+        self.assertTrue(1 << 30 < row['peak_memory_bytes'] < (1 << 30) + 300 * 10 ** 6, row['peak_memory_bytes'])
+
+    def test_results_and_nodes_carry_what_was_used_and_a_time_series_stands_in_the_output_directory(self):
+        burn = "end=$(($(date +%s%N) + 1300000000)); while [ $(date +%s%N) -lt $((end)) ]; do :; done"
+        self.create(burn, self.grow(100, 1.3), 'true',
+                    resource_monitor={'sample_interval_seconds': 1, 'jobs': self.BOTH, 'compute_node': self.BOTH})
         self.run_it(num_cpus=1)
-        burnt, grown, short = sorted(self.client.rows('list_results', workflow_id=1), key=lambda row: row['job_id'])
+        burnt, grown, short = self.rows()
         self.assertGreater(burnt['peak_cpu_percent'], 5)
         self.assertGreaterEqual(burnt['peak_cpu_percent'], burnt['avg_cpu_percent'])
-        self.assertTrue(100 << 20 < grown['peak_memory_bytes'] < 200 << 20)
-        self.assertTrue(0 < grown['avg_memory_bytes'] <= grown['peak_memory_bytes'])
+        self.assertTrue(100 << 20 < grown['avg_memory_bytes'] <= grown['peak_memory_bytes'] < 200 << 20)
         self.assertTrue(0 < short['avg_cpu_percent'] <= 100 * os.cpu_count())
+        self.assertNotIn('avg_memory_bytes', short, 'it ended before a sample')
         node, = self.client.rows('list_compute_nodes', workflow_id=1)
-        self.assertTrue(node['sample_count'] >= 1 and 0 <= node['avg_cpu_percent'] <= node['peak_cpu_percent'] <= 100)
+        self.assertTrue(node['sample_count'] >= 2 and 0 <= node['avg_cpu_percent'] <= node['peak_cpu_percent'] <= 100)
         self.assertTrue(0 < node['avg_memory_bytes'] <= node['peak_memory_bytes'])
-        self.assertFalse(os.path.exists(self.world.path('out', torc.SERIES_DIRECTORY)), 'a summary needs no file')
-
-    def test_without_a_monitor_a_result_has_what_the_end_tells(self):
-        self.create(self.grow(1, 0), resource_monitor={'enabled': False})
-        self.run_it()
-        self.assertGreater(self.result()['avg_cpu_percent'], 0)
-        self.assertNotIn('avg_memory_bytes', self.result())
-
-    def test_a_time_series_is_in_a_file_of_the_output_directory(self):
-        both = {'enabled': True, 'granularity': 'time_series'}
-        self.create(self.grow(100, 1.2), resource_monitor={'sample_interval_seconds': 1, 'jobs': both, 'compute_node': both})
-        self.run_it()
         path, = glob.glob(glob.escape(self.world.path('out', 'resource_utilization')) + '/*')
         self.assertEqual(f'resource_metrics_wf1_h{socket.gethostname()}_r1_p{os.getpid()}.db', os.path.basename(path))
         with contextlib.closing(sqlite3.connect(path)) as connection:
-            jobs = connection.execute('SELECT * FROM job_resource_samples ORDER BY timestamp').fetchall()
-            self.assertEqual([(1, 'j1')], connection.execute('SELECT job_id, job_name FROM job_metadata').fetchall())
-            self.assertGreaterEqual(connection.execute('SELECT count(*) FROM system_resource_samples').fetchone()[0], 2)
-            self.assertEqual(1, connection.execute('SELECT count(*) FROM system_resource_summary').fetchone()[0])
+            jobs = connection.execute('SELECT * FROM job_resource_samples WHERE job_id = 2 ORDER BY timestamp').fetchall()
+            counts = [connection.execute(f'SELECT count(*) FROM {name}').fetchone()[0] for name in ('system_resource_samples', 'system_resource_summary')]
+            self.assertEqual([node['sample_count'], 1], counts)
         self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
         with contextlib.closing(torc.SeriesFile(path)) as file:
-            self.assertEqual({1: ('j1', self.result()['peak_memory_bytes'])}, file.job_names())
+            self.assertEqual({1: ('j1', burnt['peak_memory_bytes']), 2: ('j2', grown['peak_memory_bytes'])}, file.job_names())
 
-    def test_a_series_that_cannot_be_written_harms_no_job(self):
-        self.world.write('out/resource_utilization', 'in the way')
-        self.create(self.grow(1, 1.2), resource_monitor={'granularity': 'time_series', 'enabled': True, 'sample_interval_seconds': 1})
-        self.assertEqual(1, self.run_it().completed)
-        said, = [text for text in self.progress.messages if 'time series' in text]
-        self.assertIn('the time series cannot be written at present: ', said)
-        self.assertEqual('in the way', self.world.read('out/resource_utilization'))
-
-    def test_a_file_system_that_hangs_holds_up_neither_jobs_nor_the_end(self):
-        go = hanging(self)
-        self.create(self.grow(1, 1.2), 'true', resource_monitor={'granularity': 'time_series', 'enabled': True, 'sample_interval_seconds': 1})
-        with unittest.mock.patch.multiple(torc, write_series=lambda path, rows: go.wait(60), LAST_FLUSH_S=0.1):
-            outcome = self.run_it()
-        self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
-        self.assertLess(outcome.wall_s, 20)
+    def test_without_a_time_series_or_where_it_cannot_be_written_no_job_is_harmed(self):
+        def hang(*_: Any) -> None:
+            over.wait()
+        over = threading.Event()
+        self.addCleanup(over.set)
+        place = 'out/resource_utilization'
+        for config, write, message in (({'enabled': True}, torc.write_series, None), (self.BOTH, hang, None),
+                                       (self.BOTH, torc.write_series, 'the time series cannot be written at present: ')):
+            if message:
+                shutil.rmtree(self.world.path(place))
+                self.world.write(place, 'in the way')
+            workflow_id = self.create(self.grow(1, 1.2), 'true', resource_monitor=dict(config, sample_interval_seconds=1))
+            with unittest.mock.patch.multiple(torc, write_series=write, LAST_FLUSH_S=0.1):
+                outcome = self.run_it(workflow_id)
+            self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
+            self.assertEqual(config == self.BOTH, os.path.lexists(self.world.path(place)))
+            self.assertEqual(bool(message), any('time series' in text for text in self.progress.messages), message)
+        self.assertEqual('in the way', self.world.read(place))
 
     def test_a_kill_by_the_kernel_is_told_from_one_by_somebody_and_from_one_long_ago(self):
         counter = self.world.write('events', 'oom_kill 5\n')
@@ -16067,81 +16013,19 @@ class MonitorRunTest(RunnerCase):
             self.run_it()
         words = f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once'
         self.assertEqual([(99, words), (137, 'killed by SIGKILL'), (0, None), (0, None), (137, 'killed by SIGKILL')],
-                         [(row['return_code'], row.get('reason')) for row in
-                          sorted(self.client.rows('list_results', workflow_id=1), key=lambda row: row['job_id'])])
+                         [(row['return_code'], row.get('reason')) for row in self.rows()])
 
-
-@slow
-class MonitorCostTest(RunnerCase):
-    """What the monitor costs, and how late it is."""
-
-    def test_a_hundred_jobs_of_five_processes_cost_less_than_a_hundredth_of_a_cpu_at_an_interval_of_a_second(self):
-        command = ['sh', '-c', 'sleep 1000 & ' * 4 + 'exec sleep 1000']
-        jobs = [subprocess.Popen(command, start_new_session=True) for _ in range(100)]
-        self.addCleanup(lambda: [(os.killpg(job.pid, signal.SIGKILL), job.wait()) for job in jobs])
-        sampler = torc.TreeSampler(1.0)
-        for job in jobs:
-            sampler.add(job.pid, torc.JobTree(job.pid, b'', 0.0), 0.0)
-        costs = []
-        for now in range(1, 30):
-            began = time.process_time()
-            sampler.look(float(now))
-            costs.append(time.process_time() - began)
-        self.assertEqual({5}, {tree.num_processes for tree in sampler.trees.values()})
-        self.assertLess(sorted(costs)[len(costs) // 2], cpu_unit_s() / 2)    # 0.01 s
-
-    GROWING = textwrap.dedent("""
-        import time
-        time.sleep(1.2)
-        began, blocks = time.monotonic(), []
-        while True:
-            while len(blocks) * 10 < (time.monotonic() - began) * 1000:
-                blocks.append(bytearray(b'x') * (10 << 20))
-            time.sleep(0.001)
-        """)
-
-    def test_a_job_that_takes_a_gigabyte_a_second_exceeds_its_limit_by_less_than_300_megabytes(self):
-        self.world.write('growing.py', self.GROWING)
-        needs = [{'name': 'r', 'num_cpus': 1, 'memory': '1g', 'runtime': 'PT1M'}]
-        self.create({'command': f'exec {shlex.quote(sys.executable)} -S "{self.world.path("growing.py")}"', 'resource_requirements': 'r'},
-                    resource_requirements=needs)
-        self.run_it()
-        row, = self.client.rows('list_results', workflow_id=1)
-        self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
-        self.assertTrue(1 << 30 < row['peak_memory_bytes'] < (1 << 30) + 300 * 10 ** 6, row['peak_memory_bytes'])
-
-
-def memory_group() -> str:
-    """A new memory control group below our own, of either version, where this process may make one; else the test is skipped."""
-    file = torc.find_oom_file()
-    parent, name = os.path.dirname(file), os.path.basename(file)
-    found = os.path.join(parent, f'torc-test-{os.getpid()}')
-    with contextlib.suppress(OSError):
-        os.mkdir(found)
-    limit = os.path.join(found, 'memory.limit_in_bytes' if name == 'memory.oom_control' else 'memory.max')
-    if not os.access(limit, os.W_OK):
+    @slow
+    def test_what_the_kernel_kills_in_our_control_group_is_said_to_be_killed_by_it(self):
+        file = torc.find_oom_file()
+        group = os.path.join(os.path.dirname(file), f'torc-test-{os.getpid()}')
+        limit = os.path.join(group, 'memory.max' if file.endswith('events') else 'memory.limit_in_bytes')
         with contextlib.suppress(OSError):
-            os.rmdir(found)
-        need('cgroup', False, 'a memory control group in which groups may be made')
-    with open(limit, 'w') as group:
-        group.write(str(300 << 20))
-    return found
-
-
-@slow
-class KernelKillTest(RunnerCase):
-    """A runner in a control group with too little memory."""
-
-    @staticmethod
-    def is_removed(group: str) -> bool:
-        """Whether a control group is gone; it is removed as soon as nothing is in it."""
-        with contextlib.suppress(OSError):
-            os.rmdir(group)
-        return not os.path.exists(group)
-
-    def test_what_the_kernel_kills_is_said_to_be_killed_by_it(self):
-        group = memory_group()
-        self.addCleanup(lambda: self.world.wait(lambda: self.is_removed(group), 20, 'the end of all in the group'))
+            os.mkdir(group)
+            self.addCleanup(lambda: self.world.wait(lambda: not os.path.exists(group) or os.rmdir(group), 20, 'the end of all in the group'))
+        need('cgroup', os.access(limit, os.W_OK), 'a memory control group in which groups may be made')
+        with open(limit, 'w') as text:
+            text.write(str(300 << 20))
         self.world.write('w.yaml', """
             name: w
             execution_config: {mode: direct, oom_exit_code: 99}
@@ -16149,13 +16033,11 @@ class KernelKillTest(RunnerCase):
             - {name: greedy, command: 'exec %s -S -c "x = bytearray(600 << 20)"'}
             - {name: killed, command: 'kill -9 $$', depends_on: [greedy], cancel_on_blocking_job_failure: false}
             """ % sys.executable)
-        stub, python = stub_path(), sys.executable
         with self.world.inside():
-            runner = Background(['sh', '-c', f'echo $$ > "{group}/cgroup.procs" && exec {python} "{stub}" run w.yaml'],
-                                self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner'))
-        self.world.started.append(runner)
-        outcome = runner.finish()
-        self.assertExit(1, outcome,
+            self.world.started.append(Background(
+                ['sh', '-c', f'echo $$ > "{group}/cgroup.procs" && exec {sys.executable} "{stub_path()}" run w.yaml'],
+                self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner')))
+        self.assertExit(1, self.world.started[-1].finish(),
                         'failed greedy (return code 99): killed by the kernel for lack of memory (',
                         'failed killed (return code 137): killed by SIGKILL\n')
         self.world.leave()

@@ -16404,7 +16404,6 @@ FASTEST_GROWTH = 4 << 30    # bytes a second: no job is expected to grow faster
 CHECK_RESTS = 50, 10        # a look at proportional sizes rests so often as long as the last one took; the
 #                             second if the job has grown beyond its limit since
 CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
-MAX_SERIES_ROWS = 200000    # that wait to be written
 OOM_MEMORY_S = 10.0         # so long, at least, what the kernel has killed explains the end of a job
 CLOCK_TICKS = os.sysconf('SC_CLK_TCK')
 PAGE_BYTES = os.sysconf('SC_PAGE_SIZE')
@@ -16778,54 +16777,6 @@ def write_series(path: str, rows: Sequence[Tuple[str, Sequence[Any]]]) -> None:
         connection.executescript(SERIES_SCHEMA)
         for name, values in rows:
             connection.execute(SERIES_INSERTS[name], values)
-
-
-class Series:
-    """Samples on their way to a file, which an Errand writes every `flush_s` (`begin`: starts one)."""
-
-    def __init__(self, flush_s: float, write: Callable[[Sequence[Any]], Any],
-                 begin: Callable[[Callable[[], Any]], Any], on_error: Callable[[str], Any]) -> None:
-        self.flush_s = flush_s
-        self.write = write          # what the errand does with rows
-        self.begin = begin
-        self.on_error = on_error
-        self.rows = []              # type: List[Tuple[str, Sequence[Any]]]
-        self.num_sent = 0           # so many of them the errand writes
-        self.peaks = {}             # type: Dict[int, int]  # jobs whose names are there -> peak of memory
-        self.errand = None          # type: Any
-        self.due_at = 0.0           # monotonic: the first samples show whether the file can be written
-
-    def add(self, name: str, *values: Any) -> None:
-        """A row, by a name of SERIES_INSERTS."""
-        if len(self.rows) < MAX_SERIES_ROWS:    # a file system that hangs costs what comes then
-            self.rows.append((name, values))
-
-    def add_job(self, job_id: int, name: str, values: Sequence[Any]) -> None:
-        """A sample of a job: time, CPU percent, bytes, processes."""
-        if job_id not in self.peaks:
-            self.add_peak(job_id, name, 0)
-        self.add('jobs', job_id, *values)
-
-    def add_peak(self, job_id: int, name: str, peak_bytes: int) -> None:
-        """What the result of a job says: the peak may lie between two samples."""
-        self.peaks[job_id] = max(peak_bytes, self.peaks.get(job_id, 0))
-        self.add('names', job_id, name, self.peaks[job_id] or None)
-
-    def act(self, now: float) -> None:
-        """See how the last errand has ended, which may have failed; begin the next if it is time."""
-        if self.errand is not None and self.errand.look():
-            error, self.errand = self.errand.error, None
-            if error:
-                self.on_error(error)        # the rows wait for the next time
-            else:
-                del self.rows[:self.num_sent]
-        if self.errand is None and self.rows and now >= self.due_at:
-            self.due_at, self.num_sent = now + self.flush_s, len(self.rows)
-            self.errand = self.begin(functools.partial(self.write, self.rows[:]))
-
-    def due(self) -> float:
-        """The end of an errand ends the wait by itself."""
-        return self.due_at if self.errand is None and self.rows else math.inf
 
 
 # ======== 13. Launcher: one job's process, from its command to its last descendant ========
@@ -20074,8 +20025,8 @@ RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
+MAX_SERIES_ROWS = 200000    # that wait to be written
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
-CHECK_LIMIT_S = 60.0        # for a look at proportional sizes
 UNSTATED_MEMORY_BYTES = 1 << 20     # what requirements have that state no memory; no program can do with it
 OUTPUT_DRAIN_S = 30.0               # after the end of a job its output may take so long to its files
 LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
@@ -22418,6 +22369,67 @@ class Dispatcher(Part):
 # sizes, and the file of the time series. A disk that is full or gone costs samples, never a job.
 
 
+class Series(Part):
+    """Samples on their way to a file, which an errand writes every flush_interval_seconds."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.flush_s = monitor_settings(context.workflow).flush_s
+        self.rows = []              # type: List[Tuple[str, Sequence[Any]]]  # as write_series takes them
+        self.num_sent = 0           # so many of them the errand writes
+        self.peaks = {}             # type: Dict[int, int]  # jobs whose names are there -> peak of memory
+        self.errand = None          # type: Optional[Errand]
+        self.due_at = 0.0           # monotonic: the first samples show whether the file can be written
+
+    def add(self, name: str, *values: Any) -> None:
+        """A row, by a name of SERIES_INSERTS."""
+        if len(self.rows) < MAX_SERIES_ROWS:    # a file system that hangs costs what comes then
+            self.rows.append((name, values))
+
+    def add_job(self, job_id: int, name: str, values: Sequence[Any]) -> None:
+        """A sample of a job: time, CPU percent, bytes, processes."""
+        if job_id not in self.peaks:
+            self.add_peak(job_id, name, 0)
+        self.add('jobs', job_id, *values)
+
+    def add_peak(self, job_id: int, name: str, peak_bytes: int) -> None:
+        """What the result of a job says: the peak may lie between two samples."""
+        self.peaks[job_id] = max(peak_bytes, self.peaks.get(job_id, 0))
+        self.add('names', job_id, name, self.peaks[job_id] or None)
+
+    def due(self) -> float:
+        """The end of an errand ends the wait by itself."""
+        return self.due_at if self.errand is None and self.rows else math.inf
+
+    def act(self, now: float) -> None:
+        """See how the last errand has ended, which may have failed; begin the next if it is time."""
+        if self.errand is not None and self.errand.look():
+            error, self.errand = self.errand.error, None
+            if error:       # the rows wait for the next time
+                self.context.say_once(f'the time series cannot be written at present: {error}')
+            else:
+                del self.rows[:self.num_sent]
+        if self.errand is None and self.rows and now >= self.due_at:
+            self.due_at, self.num_sent = now + self.flush_s, len(self.rows)
+            self.errand = self.launcher.begin(functools.partial(self.write, self.rows[:]))
+
+    def write(self, rows: Sequence[Tuple[str, Sequence[Any]]]) -> None:
+        """In an errand: add rows to the file, made if it is missing. OSError, Denied, sqlite3.Error."""
+        context = self.context
+        directory = make_subdirectory(context.output.path, SERIES_DIRECTORY)
+        label = f'wf{context.workflow_id}_h{socket.gethostname()}_r{context.run_id}_p{os.getpid()}'
+        write_series(os.path.join(directory, f'resource_metrics_{label}.db'), rows)
+
+    def finish(self, limit_s: float) -> None:
+        """Write what there is. What cannot be written in `limit_s` is given up."""
+        give_up_at, self.due_at = time.monotonic() + limit_s, 0.0
+        for _ in range(3):      # what is being written, what has come since, and how that has ended
+            self.act(time.monotonic())
+            if self.errand is not None:
+                self.errand.wait(max(0.0, give_up_at - time.monotonic()))
+
+
 class Monitor(Part):
     """Samples what jobs and the node use, and ends jobs that are above their memory limit."""
 
@@ -22431,9 +22443,7 @@ class Monitor(Part):
         self.sampler = TreeSampler(settings.interval_s)
         self.node = NodeUsage(settings.cpu, settings.memory) if settings.node else None
         self.node_at = time.monotonic() + settings.interval_s if settings.node else math.inf
-        label = f'wf{context.workflow_id}_h{socket.gethostname()}_r{context.run_id}_p{os.getpid()}'
-        self.series_name = f'resource_metrics_{label}.db'
-        self.series = Series(settings.flush_s, self.write_series, launcher.begin, self.on_series_error)
+        self.series = Series(context, launcher)
         self.check = None           # type: Optional[Errand]  # reads proportional sizes
         self.suspects = []          # type: List[Attempt]  # ... of these
 
@@ -22460,14 +22470,14 @@ class Monitor(Part):
             self.series.add_peak(attempt.id, attempt.name, usage.get('peak_memory_bytes', 0))
 
     def due(self) -> float:
-        """The next sample, or write. The end of an errand comes with a SIGCHLD."""
+        """The next sample, or write. The end of an errand ends the wait by itself."""
         return min(self.sampler.next_at, self.node_at, self.series.due())
 
     def act(self, now: float) -> None:
         """Take the samples that are due."""
         self.oom_kills.look(now)
-        if self.check is not None:
-            self.look_at_check(now)
+        if self.check is not None and self.check.look():
+            self.take_check(now)
         if now >= self.sampler.next_at:
             self.sample_jobs(now)
         if now >= self.node_at:
@@ -22476,15 +22486,18 @@ class Monitor(Part):
         self.series.act(now)
 
     def sample_jobs(self, now: float) -> None:
-        """One look at the jobs that are due."""
+        """One look at the jobs that are due; those that seem to be above their limits are looked at again."""
         sampled, at = self.sampler.look(now), int(time.time())
         for attempt in sampled if self.settings.has_job_series else ():
             tree = self.sampler.trees[attempt]
             if tree.num_processes and tree.cpu_percent is not None:
                 self.series.add_job(attempt.id, attempt.name, (
                     at, tree.cpu_percent, tree.memory_bytes, tree.num_processes))
-        if self.check is None:
-            self.begin_check(now)
+        suspects = {attempt: tree for attempt, tree in self.sampler.trees.items() if tree.needs_check(now)}
+        if suspects and self.check is None:
+            self.suspects = list(suspects)
+            pids = [list(tree.members) for tree in suspects.values()]
+            self.check = self.launcher.begin(functools.partial(check_trees, '/proc', pids))
 
     def sample_node(self) -> None:
         """One sample of the node."""
@@ -22494,26 +22507,13 @@ class Monitor(Part):
 
     # ---- memory limits ----
 
-    def begin_check(self, now: float) -> None:
-        """Have the proportional sizes read of jobs that seem to be above their limits."""
-        suspects = {attempt: tree for attempt, tree in self.sampler.trees.items() if tree.needs_check(now)}
-        if suspects:
-            self.suspects = list(suspects)
-            pids = [list(tree.members) for tree in suspects.values()]
-            self.check = self.launcher.begin(functools.partial(check_trees, '/proc', pids))
-            self.look_at_check(now)     # it may not have begun
-
-    def look_at_check(self, now: float) -> None:
-        """See whether the sizes are there, and end the jobs that are above their limits."""
-        check = self.check
-        if not check.look() and now < check.began + CHECK_LIMIT_S:
-            return
-        self.check, trees = None, self.sampler.trees
+    def take_check(self, now: float) -> None:
+        """Proportional sizes were read: end the jobs that are above their limits."""
+        check, self.check = self.check, None
         if check.error:
             self.context.say_once(f'memory limits: no look at what jobs share was possible: {check.error}')
-        sizes = check.result or itertools.repeat(None)
-        for attempt, size_bytes in zip(self.suspects, sizes):
-            tree = trees.get(attempt)       # it may have ended
+        for attempt, size_bytes in zip(self.suspects, check.result or itertools.repeat(None)):
+            tree = self.sampler.trees.get(attempt)      # it may have ended
             if tree is not None and tree.take_check(now, now - check.began, size_bytes):
                 self.end_job(attempt, tree)
 
@@ -22543,30 +22543,15 @@ class Monitor(Part):
                            f'({self.oom_kills.path} counts it): allow more memory, or run fewer jobs at once')
         return verdict
 
-    # ---- time series ----
-
-    def write_series(self, rows: Dict[str, Sequence[Sequence[Any]]]) -> None:
-        """In an errand: add rows to the file, made if it is missing. OSError, Denied, sqlite3.Error."""
-        path = make_subdirectory(self.context.output.path, SERIES_DIRECTORY)
-        write_series(os.path.join(path, self.series_name), rows)
-
-    def on_series_error(self, error: str) -> None:
-        """Jobs do not suffer."""
-        self.context.say_once(f'the time series cannot be written at present: {error}')
-
     def finish(self, limit_s: float) -> Dict[str, Any]:
         """The last samples; fields of the compute node. What cannot be written in `limit_s` is given up."""
-        settings, series, give_up_at = self.settings, self.series, time.monotonic() + limit_s
+        fields = {}     # type: Dict[str, Any]
         if self.node is not None:
             self.sample_node()
-        fields = {} if self.node is None else self.node.fields()    # type: Dict[str, Any]
-        if settings.has_node_series:
-            series.add('summary', *map(fields.get, SUMMARY_FIELDS))
-        series.due_at = 0.0
-        for _ in range(3):      # what is being written, what has come since, and how that has ended
-            series.act(time.monotonic())
-            if series.errand is not None:
-                series.errand.wait(max(0.0, give_up_at - time.monotonic()))
+            fields = self.node.fields()
+        if self.settings.has_node_series:
+            self.series.add('summary', *map(fields.get, SUMMARY_FIELDS))
+        self.series.finish(limit_s)
         return fields
 
 
