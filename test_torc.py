@@ -16979,35 +16979,29 @@ class OwnAllocationTest(unittest.TestCase):
     GRANTED = 'Nodes=node[2-3] CPU_IDs=0-3 Mem=4000 GRES=gpu:2(IDX:0-1)'
     NODES = ('NodeName=node2 RealMemory=9000 AllocMem=0 MemSpecLimit=1000 State=IDLE\n'
              'NodeName=node3 RealMemory=5000 State=IDLE\n')
+    AWAY = torc.Reply(1, '', 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)')
+    UNKNOWN = torc.Reply(1, '', 'slurm_load_jobs error: Invalid job id specified')
 
-    def job(self, granted: str = GRANTED, state: str = 'RUNNING', restarts: int = 0,
-            uid: Optional[int] = None) -> str:
+    def job(self, granted: str = GRANTED, state: str = 'RUNNING', restarts: int = 0, uid: Optional[int] = None) -> str:
         """A line of `scontrol show job -d -o`."""
-        return self.JOB.format(uid=os.getuid() if uid is None else uid, state=state, restarts=restarts,
-                               granted=granted) + '\n'
+        return self.JOB.format(uid=os.getuid() if uid is None else uid, state=state, restarts=restarts, granted=granted) + '\n'
 
-    def find(self, environment: Dict[str, str], is_subtask: bool = False, inside: str = '5.batch',
-             **answers: Any) -> Any:
+    def find(self, environment: Dict[str, str], is_subtask: bool = False, in_step: bool = False, **answers: Any) -> Any:
         """(allocation, notice)"""
         self.slurm = AnsweringSlurm(**answers)
-        finder = torc.AllocationFinder(self.slurm.ask, environment, inside, is_subtask)
-        with unittest.mock.patch.dict(os.environ):
-            for name in ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES',
-                         'SLURM_STEP_GPUS', 'SLURM_JOB_GPUS'):
-                os.environ.pop(name, None)
-            return finder.find(), finder.notice
+        return torc.find_allocation(self.slurm.ask, environment, in_step, is_subtask)
 
     def test_hints_do_not_name_the_copy_that_an_allocation_calls(self):
-        for path, name in (('/out/torc-0123456789ab/bin/torc', 'torc.py'), ('/home/u/bin/torc', 'torc'),
-                           ('./torc.py', 'torc.py')):
+        for path, name in (('/out/torc-0123456789ab/bin/torc', 'torc.py'), ('/home/u/bin/torc', 'torc'), ('./torc.py', 'torc.py')):
             with unittest.mock.patch('sys.argv', [path, 'run']):
                 self.assertEqual(name, torc.program_name())
 
-    def test_counts_of_nodes(self):
-        for text, counts in (('4(x2),2', [4, 4, 2]), ('8', [8]), ('1(x3)', [1, 1, 1]), ('', []), ('x', []),
-                             ('2, 3(x1)', [2, 3])):
-            with self.subTest(text):
-                self.assertEqual(counts, torc.parse_node_counts(text))
+    def test_counts_of_nodes_and_the_line_of_a_job_among_those_of_its_array(self):
+        for text, counts in (('4(x2),2', [4, 4, 2]), ('8', [8]), ('1(x3)', [1, 1, 1]), ('', []), ('x', []), ('2, 3(x1)', [2, 3])):
+            self.assertEqual(counts, torc.parse_node_counts(text), text)
+        text = ('JobId=5 ArrayJobId=5 ArrayTaskId=3-9 JobState=PENDING x\nJobId=50 JobState=RUNNING x\n'
+                'JobId=5 ArrayTaskId=2 JobState=RUNNING y\n')
+        self.assertEqual(['JobId=5 ArrayTaskId=2 JobState=RUNNING y', ''], [torc.find_job_line(text, number) for number in '57'])
 
     def test_facts_and_what_was_granted(self):
         facts = torc.read_slurm_facts(self.job())
@@ -17017,135 +17011,100 @@ class OwnAllocationTest(unittest.TestCase):
                 (self.GRANTED, {'node2': (4, 4000, ('0', '1')), 'node3': (4, 4000, ('0', '1'))}),
                 ('Nodes=a1 CPU_IDs=0-1,8 Mem=0 GRES=   Nodes=b[1-2] CPU_IDs=5 Mem=100 GRES=gpu:a100:1(IDX:3),tmp:7',
                  {'a1': (3, 0, ()), 'b1': (1, 100, ('3',)), 'b2': (1, 100, ('3',))}),
-                ('Nodes=a1 CPU_IDs=0 Mem=1 GRES=gpu:a:1(IDX:0),gpu:b:2(IDX:4,6)',
-                 {'a1': (1, 1, ('0', '4', '6'))}),
+                ('Nodes=a1 CPU_IDs=0 Mem=1 GRES=gpu:a:1(IDX:0),gpu:b:2(IDX:4,6)', {'a1': (1, 1, ('0', '4', '6'))}),
                 ('Nodes=a1 CPU_IDs=0 Mem=1 GRES=gpu:2', {'a1': (1, 1, ('0', '1'))}), ('', {})):
             with self.subTest(granted):
                 found = torc.read_granted_sizes(self.job(granted))
-                self.assertEqual(sizes, {name: (size.num_cpus, size.memory_bytes >> 20,
-                                                size.devices) for name, size in found.items()})
-
-    def test_the_line_of_a_job_is_told_from_other_tasks_of_its_array(self):
-        text = ('JobId=5 ArrayJobId=5 ArrayTaskId=3-9 JobState=PENDING x\nJobId=50 JobState=RUNNING x\n'
-                'JobId=5 ArrayTaskId=2 JobState=RUNNING y\n')
-        self.assertEqual('JobId=5 ArrayTaskId=2 JobState=RUNNING y', torc.find_job_line(text, '5'))
-        self.assertEqual('', torc.find_job_line(text, '7'))
+                self.assertEqual(sizes, {name: (size.num_cpus, size.memory_bytes >> 20, size.devices) for name, size in found.items()})
 
     def test_a_batch_script_has_all_nodes_of_its_job(self):
         found, notice = self.find(slurm_environment(), job=self.job(restarts=2))
-        self.assertEqual('', notice)
-        self.assertEqual(('5', 'c', ['node2', 'node3'], 0, 2, 77, 2, 1795375467.0, True, False, 0),
-                         (found.job_id, found.cluster, found.node_names, found.node_index, found.num_nodes,
-                          found.task_pid, found.restart_count,
+        self.assertEqual(('', '5', ['node2', 'node3'], 0, 77, 2, 1795375467.0, True, False, 0),
+                         (notice, found.job_id, found.node_names, found.node_index, found.task_pid, found.restart_count,
                           found.end_time, found.is_on_node, found.is_subtask, found.own_index))
         self.assertEqual([torc.NodeSize(4, 4000 << 20, ('0', '1'))] * 2, found.sizes)
         self.assertEqual([['scontrol', 'show', 'job', '-d', '-o', '5']], self.slurm.calls)
         self.assertEqual('wf3_sl5_n0_pid77', found.label(3))
+        shell = self.find(slurm_environment(SLURMD_NODENAME=None), job=self.job())[0]      # of salloc, on a login node
+        self.assertEqual((False, None, ['node2', 'node3']), (shell.is_on_node, shell.own_index, shell.node_names))
 
     def test_where_whole_nodes_are_given_their_memory_is_asked_for(self):
-        found, _ = self.find(slurm_environment(), job=self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES='),
-                             node=self.NODES)
+        whole = self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES=')
+        found, _ = self.find(slurm_environment(), job=whole, node=self.NODES)
         self.assertEqual([8000 << 20, 5000 << 20], [size.memory_bytes for size in found.sizes])
         self.assertEqual(['scontrol', 'show', 'node', '-o', 'node2,node3'], self.slurm.calls[1])
-        found, _ = self.find(slurm_environment(), job=self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES='),
-                             node=torc.Reply(1, '', 'away'))
-        self.assertEqual({os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')},
-                         {size.memory_bytes for size in found.sizes})
+        found, _ = self.find(slurm_environment(), job=whole, node=self.AWAY)
+        self.assertEqual({os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')}, {size.memory_bytes for size in found.sizes})
 
     # What is stated in the environment -> CPUs, memory in MB (0: all) and GPUs of each of two nodes.
     STATED = (
         ({'SLURM_MEM_PER_NODE': '2000'}, [(4, 2000, 0), (4, 2000, 0)]),
         ({'SLURM_MEM_PER_CPU': '100', 'SLURM_JOB_CPUS_PER_NODE': '4,2'}, [(4, 400, 0), (2, 200, 0)]),
         ({'SLURM_MEM_PER_GPU': '500', 'SLURM_JOB_GPUS': '0,1'}, [(4, 1000, 2), (4, 1000, 2)]),
-        ({'SLURM_GPUS_ON_NODE': '2'}, [(4, 0, 2), (4, 0, 2)]),
-        ({'SLURM_MEM_PER_NODE': '0'}, [(4, 0, 0), (4, 0, 0)]),
-        ({'SLURM_JOB_CPUS_PER_NODE': '8'}, [(8, 0, 0), (8, 0, 0)]),
-        ({'SLURM_JOB_CPUS_PER_NODE': None}, [(1, 0, 0), (1, 0, 0)]),
-        ({'SLURM_MEM_PER_NODE': 'x'}, [(4, 0, 0), (4, 0, 0)]))
+        ({'SLURM_GPUS_ON_NODE': '2', 'SLURM_MEM_PER_NODE': '0'}, [(4, 0, 2), (4, 0, 2)]),
+        ({'SLURM_JOB_CPUS_PER_NODE': None, 'SLURM_MEM_PER_NODE': 'x'}, [(1, 0, 0), (1, 0, 0)]))
 
     def test_what_the_environment_states_counts_when_slurm_cannot_be_asked(self):
         for changes, sizes in self.STATED:
             with self.subTest(changes):
                 found = torc.stated_sizes(slurm_environment(**changes), 2)
-                self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20,
-                                          len(size.devices)) for size in found])
-        away = torc.Reply(1, '',
-                          'slurm_load_jobs error: Unable to contact slurm controller (connect failure)')
-        environment = slurm_environment(SLURM_MEM_PER_NODE='2000', SLURM_JOB_END_TIME='1795375000',
-                                        SLURM_RESTART_COUNT='1')
-        found, notice = self.find(environment, job=away)
+                self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20, len(size.devices)) for size in found])
+        environment = slurm_environment(SLURM_MEM_PER_NODE='2000', SLURM_JOB_END_TIME='1795375000', SLURM_RESTART_COUNT='1')
+        found, notice = self.find(environment, job=self.AWAY)
         self.assertEqual((['node2', 'node3'], 1795375000.0, 1, 2000 << 20),
                          (found.node_names, found.end_time, found.restart_count, found.sizes[1].memory_bytes))
         self.assertIn('Slurm cannot be asked about job 5: slurm_load_jobs error: Unable to contact', notice)
 
-    def test_one_of_several_runners_has_its_own_node_alone(self):
-        found, _ = self.find(slurm_environment(SLURMD_NODENAME='node3', SLURM_STEP_ID='0'), True, '5.0',
-                             job=self.job())
-        self.assertEqual((['node3'], 1, 2, True, 0, [torc.NodeSize(4, 4000 << 20, ('0', '1'))]),
-                         (found.node_names, found.node_index, found.num_nodes, found.is_subtask,
-                          found.own_index, found.sizes))
-
-    def test_a_runner_that_srun_has_started_has_the_share_of_its_task(self):
-        step = ('StepId=5.7 UserId=0 StartTime=1795375000 TimeLimit=00:02:00 State=RUNNING '
-                'NodeList=node[2-3] Nodes=2 CPUs=4 Tasks=4 TRES=cpu=4,mem=1200M,node=2')
-        environment = slurm_environment(SLURM_STEP_ID='7', SLURM_STEP_TASKS_PER_NODE='2(x2)',
-                                        SLURM_STEP_NODELIST='node[2-3]', SLURM_CPUS_ON_NODE='2')
-        found, _ = self.find(environment, False, '5.7', job=self.job(), step=step)
-        self.assertEqual((['node2'], True, [torc.NodeSize(1, 300 << 20, ('0', '1'))], 1795375120.0),
-                         (found.node_names, found.is_subtask, found.sizes, found.end_time))
-        found, _ = self.find(environment, False, '5.7', job=self.job(), step=torc.Reply(1, '', 'no'))
-        self.assertEqual(([torc.NodeSize(1, 1000 << 20, ('0', '1'))], 1795375467.0),
-                         (found.sizes, found.end_time))
+    def test_a_runner_that_srun_has_started_has_its_node_alone_or_the_share_of_its_task(self):
+        tasks = {'SLURM_STEP_TASKS_PER_NODE': '2(x2)', 'SLURM_STEP_NODELIST': 'node[2-3]', 'SLURM_CPUS_ON_NODE': '2'}
+        for is_subtask, environment, size in (
+                (True, slurm_environment(SLURMD_NODENAME='node3'), (4, 4000)),
+                (False, slurm_environment(SLURMD_NODENAME='node3', SLURM_STEP_ID='7', **tasks), (1, 1000)),
+                (False, slurm_environment(SLURMD_NODENAME='node3'), (4, 4000))):    # its variables were removed
+            with self.subTest(environment, is_subtask=is_subtask):
+                found, _ = self.find(environment, is_subtask, True, job=self.job())
+                self.assertEqual((['node3'], 1, True, 0, [torc.NodeSize(size[0], size[1] << 20, ('0', '1'))], 1),
+                                 (found.node_names, found.node_index, found.is_subtask, found.own_index, found.sizes,
+                                  len(self.slurm.calls)))
 
     def test_variables_of_a_step_that_a_batch_script_has_inherited_make_no_step(self):
         inherited = {'SLURM_STEP_ID': '0'}
-        for step, environment, is_in_step in (
-                ('5.batch', inherited, False), ('5.0', {}, True), ('', inherited, True), ('', {}, False),
-                ('5.interactive', inherited, False), ('', {'SLURM_STEP_ID': '4294967290'}, False)):
-            with self.subTest(step=step, environment=environment):
-                self.assertEqual(is_in_step, torc.is_in_step(environment, step))
-
-    def test_a_shell_of_salloc_is_on_none_of_the_nodes(self):
-        found, _ = self.find(slurm_environment(SLURMD_NODENAME=None), False, '', job=self.job())
-        self.assertEqual((False, None, ['node2', 'node3']), (found.is_on_node, found.own_index,
-                                                             found.node_names))
+        for title, environment, is_in_step in (
+                (b'slurmstepd: [5.batch]', inherited, False), (b'slurmstepd: [5.0]', {}, True), (b'', inherited, True),
+                (b'', {}, False), (b'slurmstepd: [5.interactive]', inherited, False), (b'', {'SLURM_STEP_ID': '4294967290'}, False)):
+            with self.subTest(title=title, environment=environment), \
+                    unittest.mock.patch('torc.read_proc_text', lambda path: title):
+                self.assertEqual(is_in_step, torc.is_in_step(environment))
 
     def test_a_job_id_that_is_not_ours_any_more_is_told_and_ignored(self):
-        unknown = torc.Reply(1, '', 'slurm_load_jobs error: Invalid job id specified')
-        login = slurm_environment(SLURMD_NODENAME=None)
+        login, other = slurm_environment(SLURMD_NODENAME=None), self.job(uid=os.getuid() + 1)
         for environment, answer, words in (
-                (login, unknown, 'Slurm knows no such job (any more)'),
-                (login, '', 'Slurm knows no such job (any more)'),
+                (login, self.UNKNOWN, 'Slurm knows no such job (any more)'), (login, '', 'Slurm knows no such job (any more)'),
                 (slurm_environment(), self.job(state='COMPLETED'), 'that job ended with exit code 0'),
                 (slurm_environment(), self.job(state='PENDING'), 'that job waits in the queue'),
-                (login, self.job(uid=os.getuid() + 1), f"that job is another user's (u({os.getuid() + 1}))")):
+                (login, other, f"that job is another user's (u({os.getuid() + 1}))")):
             with self.subTest(words):
-                self.assertEqual((None,
-                                  f'SLURM_JOB_ID is 5, but {words}: this runner works as if there were none'),
+                self.assertEqual((None, f'SLURM_JOB_ID is 5, but {words}: this runner works as if there were none'),
                                  self.find(environment, job=answer))
-        found, _ = self.find(slurm_environment(), job=self.job(uid=os.getuid() + 1))
-        self.assertIsNotNone(found)     # in a container ids may be others
-        self.assertEqual((None, ''), self.find({}))
-        self.assertEqual([], self.slurm.calls)
+        self.assertIsNotNone(self.find(slurm_environment(), job=other)[0])     # in a container ids may be others
+        self.assertEqual(((None, ''), []), (self.find({}), self.slurm.calls))
 
     # Memory of a node and of the largest job -> what is left for jobs, all in MB.
-    ROOM = ((4000, 100, 3744), (4000, 3900, 3900), (4000, 4000, 4000), (4000, 5000, 3744), (300, 10, 150),
-            (300, 250, 250))
+    ROOM = ((4000, 100, 3744), (4000, 3900, 3900), (4000, 4000, 4000), (4000, 5000, 3744), (300, 10, 150), (300, 250, 250))
 
     def test_memory_is_left_for_the_runner_unless_the_largest_job_needs_it(self):
         for size_mb, largest_mb, left_mb in self.ROOM:
-            with self.subTest(size=size_mb, largest=largest_mb):
-                found = torc.Allocation('5')
-                found.sizes = [torc.NodeSize(4, size_mb << 20, ())] * 2
-                found.leave_room(largest_mb << 20)
-                self.assertEqual([left_mb, size_mb], [size.memory_bytes >> 20 for size in found.sizes])
+            found = torc.Allocation('5')
+            found.sizes = [torc.NodeSize(4, size_mb << 20, ())] * 2
+            found.leave_room(largest_mb << 20)
+            self.assertEqual([left_mb, size_mb], [size.memory_bytes >> 20 for size in found.sizes])
         found.is_on_node = False
         found.leave_room(1)
         self.assertEqual([left_mb, 300], [size.memory_bytes >> 20 for size in found.sizes])
 
 
 class AllocationPartsTest(PartTest):
-    """What follows the end of a Slurm job, and what submits further ones."""
+    """What follows the end of a Slurm job, and what is done at the end of a runner."""
 
     def allocation(self, **fields: Any) -> Any:
         """A context in a Slurm job."""
@@ -17156,97 +17115,52 @@ class AllocationPartsTest(PartTest):
         context.allocation.end_time = 1e6 + 1000
         return context
 
-    def watch(self, stop_at: float = math.inf) -> Tuple[Any, Any, List[Any], List[float]]:
-        """A watch, its allocation, the queries that it makes, and the ends that it has announced."""
-        context, queries, ends = self.allocation(), [], []      # type: Any, List[Any], List[float]
-        launcher = unittest.mock.Mock()
-        launcher.query = lambda argv, limit_s, *more: queries.append((argv, *more))
-        watch = torc.AllocationWatch(context, launcher, lambda: ends.append(context.allocation.end_time),
-                                     lambda: ends.append(0.0))
-        watch.context.stop_at = stop_at
-        return watch, context.allocation, queries, ends
+    def watch(self, **allocation: Any) -> Tuple[Any, Any, AnsweringSlurm]:
+        """A watch, its allocation, and the Slurm that answers it at once."""
+        context, slurm = self.allocation(), AnsweringSlurm()
+        vars(context.allocation).update(allocation)
+        query = lambda argv, limit_s, on_reply, variables: on_reply(slurm.ask(argv))    # noqa: E731
+        return torc.AllocationWatch(context, unittest.mock.Mock(query=query)), context.allocation, slurm
 
-    def answer(self, query: Any, end: Any, code: int = 0) -> None:
-        """What scontrol says."""
-        query[1](torc.Reply(code, f'JobId=5 JobState=RUNNING EndTime={end} X=1\n' if code == 0 else '',
-                            'away'))
-
-    def test_the_end_is_followed_both_ways_with_one_call_each_ten_minutes(self):
+    def test_the_end_is_followed_both_ways_the_more_often_the_shorter_the_time(self):
         with FakeClock().set() as clock:
-            watch, allocation, queries, ends = self.watch()
-            allocation.end_time = 1e6 + 20000
-            for minutes, end in ((10, 1e6 + 9000), (20, 1e6 + 9000 - 60), (30, 1e6 + 9000 - 60)):
-                clock.now = 1e6 + minutes * 60 - 1
-                watch.act(clock.now)
-                self.assertEqual(minutes // 10 - 1, len(queries))
+            watch, allocation, slurm = self.watch(end_time=1e6 + 20000)
+            for pause_s, said, end_time in (
+                    (600, 1009000, 1009000), (600, 1000900, 1000900), (60, 1002400, 1002400), (114, 1002400, 1002400),
+                    (102.6, 'Unknown', 1002400), (92.34, '', 1002400), (83.106, 1009999, 1009999)):
+                slurm.answers['job'] = f'JobId=5 JobState=RUNNING Restarts=0 EndTime={said} X=1\n' if said else OwnAllocationTest.AWAY
+                self.assertAlmostEqual(pause_s, watch.due() - clock.now, 2)
                 clock.now = watch.due()
                 watch.act(clock.now)
-                watch.act(clock.now)
-                self.assertEqual(minutes // 10, len(queries))
-                self.assertEqual(math.inf, watch.due())
-                self.answer(queries[-1], int(end))
-        self.assertEqual([1e6 + 9000, 1e6 + 9000 - 60], ends)
-        argv, _, variables = queries[0]
-        self.assertEqual((['scontrol', 'show', 'job', '-o', '5'], '%s'),
-                         (argv, variables['SLURM_TIME_FORMAT']))
-
-    def test_what_cannot_be_read_changes_nothing_and_an_unknown_end_is_asked_for_each_minute(self):
-        with FakeClock().set() as clock:
-            watch, allocation, queries, ends = self.watch()
-            watch.act(clock.now)
-            allocation.end_time = None
-            self.assertEqual(clock.now + 60, watch.due())
-            for end, code in (('Unknown', 0), ('', 1)):
-                clock.now = watch.due()
-                watch.act(clock.now)
-                self.answer(queries[-1], end, code)
-            self.assertEqual(([], None, 2), (ends, allocation.end_time, len(queries)))
-            allocation.step_end_time = 1e6 + 50
-            clock.now = watch.due()
-            watch.act(clock.now)
-            self.answer(queries[-1], 1e6 + 900)
-            self.assertEqual(([], None), (ends, allocation.end_time))   # that is no number of seconds
-            self.assertEqual(3, len(queries))
-
-    def test_the_shorter_the_time_the_more_often_it_is_asked_for(self):
-        with FakeClock().set() as clock:
-            for left_s, pause_s in ((10, 60), (900, 90), (5000, 500), (90000, 600)):
-                watch, allocation, _, _ = self.watch()
-                allocation.end_time = 1e6 + left_s
-                self.assertEqual(pause_s, watch.due() - clock.now)
+                self.assertEqual((end_time, False), (allocation.end_time, allocation.is_over))
+            self.assertEqual([['scontrol', 'show', 'job', '-o', '5']] * 7, slurm.calls)
+            self.assertEqual(63, self.watch(end_time=None, node_index=63)[0].due() - clock.now)
+        self.assertEqual(4, len(self.progress.messages))
 
     def test_a_job_that_runs_no_longer_is_noticed_when_it_takes_no_steps(self):
-        for said, ends_with in (('JobState=COMPLETED Restarts=0', [0.0]),
-                                ('JobState=COMPLETING Restarts=0', [0.0]), ('JobState=RUNNING Restarts=1', [0.0]),
-                                ('JobState=PENDING Restarts=1', [0.0]), ('JobState=RUNNING Restarts=0', []),
-                                (torc.Reply(1, '', 'slurm_load_jobs error: Invalid job id specified'), [0.0]),
-                                (torc.Reply(1, '', 'Unable to contact slurm controller'), [])):
+        for said, is_over in (('JobState=COMPLETED Restarts=0', True), ('JobState=COMPLETING Restarts=0', True),
+                              ('JobState=RUNNING Restarts=1', True), ('JobState=PENDING Restarts=1', True),
+                              ('JobState=RUNNING Restarts=0', False), (OwnAllocationTest.UNKNOWN, True), (OwnAllocationTest.AWAY, False)):
             with self.subTest(said=said), FakeClock().set() as clock:
-                watch, _, queries, ends = self.watch()
+                watch, allocation, slurm = self.watch()
+                slurm.answers['job'] = said if isinstance(said, torc.Reply) else f'JobId=5 {said} EndTime=1001000 X=1\n'
                 watch.look_now()
                 self.assertEqual(clock.now + torc.DOUBT_S, watch.due())
                 clock.now = watch.due()
                 watch.act(clock.now)
-                text = f'JobId=5 {said} EndTime=1001000 X=1\n'
-                queries[0][1](said if isinstance(said, torc.Reply) else torc.Reply(0, text, ''))
-                self.assertEqual(ends_with, ends)
+                self.assertEqual((is_over, is_over, 1e6 + 1000), (allocation.is_over, allocation.is_in_doubt, allocation.end_time))
 
-    def test_a_look_shortly_before_jobs_would_be_stopped_is_the_last_one(self):
-        with FakeClock().set() as clock:
-            watch, allocation, queries, _ = self.watch(stop_at=1e6 + 300)
-            allocation.end_time = 1e6 + 20000
-            self.assertEqual(1e6 + 300 - torc.LAST_LOOK_S, watch.due())
-            clock.now = watch.due()
-            watch.act(clock.now)
-            self.answer(queries[0], 1020000)
-            self.assertEqual(clock.now + torc.CHECK_END_S, watch.due())
-
-    def test_a_step_ends_before_its_job(self):
-        watch, allocation, queries, ends = self.watch()
-        allocation.step_end_time = 2e6
-        watch.act(watch.asked_at + 1e4)
-        self.answer(queries[0], 3000000)
-        self.assertEqual([2e6], ends)
+    def test_sacct_is_asked_for_three_seconds_whether_the_job_was_canceled(self):
+        for said, calls, canceled in (('5|CANCELLED by 7', 1, 'Slurm job 5 was canceled by a user or administrator'), ('5|PREEMPTED', 1, ''),
+                                      ('5|RUNNING', 10, ''), (OwnAllocationTest.AWAY, 1, '')):
+            with self.subTest(said=said), FakeClock().set() as clock:
+                watch, allocation, slurm = self.watch()
+                slurm.answers['sacct'] = said
+                watch.look_at_end()
+                while allocation.is_in_doubt:
+                    clock.now = watch.due()
+                    watch.act(clock.now)
+                self.assertEqual((calls, canceled, math.inf), (len(slurm.calls), allocation.canceled, watch.due()))
 
     def test_a_runner_has_all_nodes_for_steps_and_otherwise_its_own(self):
         for in_steps, limits, options, sizes in (

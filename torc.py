@@ -23171,22 +23171,20 @@ class Accounting(Part):
 
 # ======== 16g. Runner's allocation: the runner inside a Slurm job ========
 #
-# Finds the record of its allocation, its nodes and its end, and follows changes of the end. Also what the
-# first runner of an allocation does for the others: the record's status, and queued allocations without work.
+# Finds out what the Slurm job around this runner is, which nodes it has, and follows its end. Where Slurm
+# cannot be asked, what the environment says counts.
 
 FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
 COUNTS_PER_NODE = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
 SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
-STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
 LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 END_LOOKS_S, END_PAUSE_S = 3.0, 0.3     # of looks at how it has ended: KillWait (30 s) goes on meanwhile
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
 DOUBT_S = 5.0               # ... when steps cannot be started
-LAST_LOOK_S = 90.0          # before jobs are stopped
-SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
+SLURMSTEPD = re.compile(rb'slurmstepd: \[[0-9]+\.([^\]\0]+)\]')
 
 
 class Allocation:
@@ -23194,21 +23192,19 @@ class Allocation:
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
-        self.cluster = ''
-        self.name = self.comment = ''   # of the Slurm job
         self.node_names = []        # type: List[str]  # those that this runner works with
         self.sizes = []             # type: List[NodeSize]  # ... and what it has of each
         self.node_index = 0         # of this node among all of the Slurm job's: the first one does the chores
-        self.num_nodes = 1          # of the Slurm job
         self.is_on_node = True      # False: on the login node, as in a shell of salloc(1)
         self.is_subtask = False     # one of several runners, or in a step: only this node is its own
         self.task_pid = os.getpid()
         self.restart_count = 0
-        self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
-        self.step_end_time = None   # type: Optional[float]  # ... of the step that we are in
         self.record_id = None       # type: Optional[int]  # the scheduled_compute_node
         self.scheduler_config_id = None     # type: Optional[int]
-        self.is_in_doubt = False    # sacct is being asked whether somebody has canceled the Slurm job
+        # What AllocationWatch finds out; Shutdown follows it.
+        self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
+        self.is_over = False        # the Slurm job runs no longer
+        self.is_in_doubt = False    # sacct is being asked whether somebody has canceled it
         self.canceled = ''          # somebody has: one sentence
 
     @property
@@ -23248,6 +23244,9 @@ class Allocation:
     def label(self, workflow_id: int) -> str:
         """What the names of its files have in common."""
         return f'wf{workflow_id}_sl{self.job_id}_n{self.node_index}_pid{self.task_pid}'
+
+
+# -------- what Slurm says of a job and its nodes --------
 
 
 def parse_node_counts(text: str) -> List[int]:
@@ -23297,6 +23296,12 @@ def read_listed_memory(text: str) -> Dict[str, int]:
     return found
 
 
+def read_count(*texts: str) -> int:
+    """The first of these that is there, as a number; 0 if none is one."""
+    text = next(filter(None, texts), '')
+    return int(text) if text.isdigit() else 0
+
+
 def stated_sizes(environment: Any, num_nodes: int) -> List[NodeSize]:
     """What the environment says that a job has of its nodes, which are all taken to be like this one.
 
@@ -23306,210 +23311,142 @@ def stated_sizes(environment: Any, num_nodes: int) -> List[NodeSize]:
     counts = parse_node_counts(environment.get('SLURM_JOB_CPUS_PER_NODE', ''))
     counts += [counts[-1] if counts else 1] * (num_nodes - len(counts))
     words = environment.get('SLURM_JOB_GPUS', '').split(',')
-    devices = tuple(word.strip() for word in words if word.strip())
-    number = environment.get('SLURM_GPUS_ON_NODE', '')
-    if not devices and number.isdigit():
-        devices = tuple(map(str, range(int(number))))
+    devices = tuple(word.strip() for word in words if word.strip()) \
+        or tuple(map(str, range(read_count(environment.get('SLURM_GPUS_ON_NODE', '')))))
     sizes = []
     for count in counts[:num_nodes]:
-        units = {'NODE': 1, 'CPU': count, 'GPU': len(devices)}
-        stated = [(environment.get('SLURM_MEM_PER_' + name, ''), unit) for name, unit in units.items()]
-        memory_mb = next((int(text) * unit for text, unit in stated if text.isdigit()), 0)
-        sizes.append(NodeSize(count, memory_mb << 20, devices))
+        units = (('NODE', 1), ('CPU', count), ('GPU', len(devices)))
+        stated = [read_count(environment.get('SLURM_MEM_PER_' + name, '')) * unit for name, unit in units]
+        sizes.append(NodeSize(count, next(filter(None, stated), 0) << 20, devices))
     return sizes
 
 
-def read_slurm_step() -> str:
-    """The step that slurmstepd(8) has started us in, by its title: '12.0', '12.batch'; '' if it is hidden."""
-    for pid in find_ancestors(os.getpid()):
-        match = SLURMSTEPD.match(read_proc_text(f'/proc/{pid}/cmdline'))
-        if match:
-            return match.group(1).decode()
-    return ''
-
-
-def is_in_step(environment: Any, step: str) -> bool:
+def is_in_step(environment: Any) -> bool:
     """Whether srun(1) has started us; the shells of batch scripts and of salloc(1) are no such steps.
 
-    `step`: what read_slurm_step says; variables of a step also come along with what is submitted from one.
+    The title of slurmstepd(8) says so, if it can be seen: variables of a step also come along with what is
+    submitted from one.
     """
-    number = step.partition('.')[2] or environment.get('SLURM_STEP_ID', '')
+    titles = (read_proc_text(f'/proc/{pid}/cmdline') for pid in find_ancestors(os.getpid()))
+    found = next(filter(None, map(SLURMSTEPD.match, titles)), None)
+    number = found.group(1).decode() if found else environment.get('SLURM_STEP_ID', '')
     return number.isdigit() and int(number) < FIRST_SPECIAL_STEP
 
 
-class AllocationFinder:
-    """Finds out what the Slurm job around us is. `ask` calls a program of Slurm and gives its Reply."""
-
-    def __init__(self, ask: Callable[[List[str]], Reply], environment: Any, step: str,
-                 is_subtask: bool) -> None:
-        self.ask = ask
-        self.environment = environment
-        self.step = step                # what read_slurm_step says
-        self.is_subtask = is_subtask    # the script has started one runner on each node
-        self.notice = ''                # for the user
-
-    def find(self) -> Optional[Allocation]:
-        """The allocation, or None: there is none, or what the environment names is not ours (any more)."""
-        environment = self.environment
-        job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
-        if not job_id.isdigit():
-            return None
-        reply = self.ask(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
-        line = find_job_line(reply.out, job_id)
-        facts, found = read_slurm_facts(line), Allocation(job_id)
-        host = environment.get('SLURMD_NODENAME', '')
-        obstacle = self.find_obstacle(reply, facts, bool(host))
-        if obstacle:
-            self.notice = f'SLURM_JOB_ID is {job_id}, but {obstacle}: this runner works as if there were none'
-            return None
-        if not facts:
-            self.notice = f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
-        found.cluster = environment.get('SLURM_CLUSTER_NAME', '')
-        found.name, found.comment = facts.get('JobName', ''), facts.get('Comment', '')
-        count = facts.get('Restarts') or environment.get('SLURM_RESTART_COUNT', '')
-        found.restart_count = int(count) if count.isdigit() else 0
-        end_text = facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', '')
-        found.end_time = parse_slurm_instant(end_text)
-        pid = environment.get('SLURM_TASK_PID', '')
-        found.task_pid = int(pid) if pid.isdigit() else found.task_pid
-        self.find_nodes(found, line, host)
-        return found
-
-    @staticmethod
-    def find_obstacle(reply: Reply, facts: Dict[str, str], is_started_by_slurm: bool) -> str:
-        """Why a job is none that we may use; '' if it is, or nothing can be known."""
-        if is_unknown_job(reply) or reply.code == 0 and not facts:
-            return 'Slurm knows no such job (any more)'
-        state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
-        if state is not None and not state.is_live:
-            return f'that job {state.meaning}'
-        user = re.search(r'\(([0-9]+)\)', facts.get('UserId', ''))
-        # Inside a container, ids may be others.
-        if user and int(user.group(1)) != os.getuid() and not is_started_by_slurm:
-            return f"that job is another user's ({facts['UserId']})"
-        return ''
-
-    def find_nodes(self, found: Allocation, line: str, host: str) -> None:
-        """Set the nodes and their sizes."""
-        listed = read_slurm_facts(line).get('NodeList') or self.environment.get('SLURM_JOB_NODELIST', '')
-        names = expand_node_list(listed) or [host or socket.gethostname()]
-        granted, stated = read_granted_sizes(line), stated_sizes(self.environment, len(names))
-        sizes = [granted.get(name, size) for name, size in zip(names, stated)]
-        sizes = [size if size.memory_bytes else size._replace(memory_bytes=memory_bytes)
-                 for size, memory_bytes in zip(sizes, self.whole_memory(names, sizes))]
-        short = host.partition('.')[0]
-        places = [index for index, name in enumerate(names) if name in (host, short)]
-        found.is_on_node, found.num_nodes = bool(places), len(names)
-        found.node_index = places[0] if places else 0
-        found.node_names, found.sizes = names, sizes
-        in_step = is_in_step(self.environment, self.step)
-        if places and (self.is_subtask or in_step):
-            found.is_subtask, own = True, sizes[places[0]]
-            if not self.is_subtask:
-                own = self.own_share(found, own)
-            found.node_names, found.sizes = [names[places[0]]], [own]
-
-    def whole_memory(self, names: Sequence[str], sizes: Sequence[NodeSize]) -> List[int]:
-        """All memory of each node, where a job has all; asked of Slurm, else measured here."""
-        known = {}      # type: Dict[str, int]
-        if not all(size.memory_bytes for size in sizes):
-            reply = self.ask(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
-            known = read_listed_memory(reply.out)
-        here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-        return [known.get(name, here) for name in names]
-
-    def own_share(self, found: Allocation, whole: NodeSize) -> NodeSize:
-        """What a step that a user has started by hand gives to each of its tasks on this node."""
-        environment = self.environment
-        reply = self.ask(slurm_argv('scontrol', 'show', 'step', '-o',
-                                    f"{found.job_id}.{environment['SLURM_STEP_ID']}"))
-        facts = read_slurm_facts(reply.out.strip())
-        tasks = parse_node_counts(environment.get('SLURM_STEP_TASKS_PER_NODE', ''))
-        places = expand_node_list(environment.get('SLURM_STEP_NODELIST', ''))
-        name = found.node_names[found.node_index]
-        num_tasks = dict(zip(places, tasks)).get(name, 1) or 1
-        on_node, nodes = environment.get('SLURM_CPUS_ON_NODE', ''), facts.get('Nodes', '')
-        num_cpus = int(on_node) if on_node.isdigit() else whole.num_cpus
-        memory = STEP_MEMORY.search(facts.get('TRES', ''))
-        step_bytes = parse_slurm_memory(memory.group(1)) if memory else None
-        if step_bytes and nodes.isdigit() and int(nodes):
-            memory_bytes = step_bytes // int(nodes) // num_tasks
-        else:
-            memory_bytes = whole.memory_bytes * num_cpus // max(1, whole.num_cpus) // num_tasks
-        self.limit_time(found, facts)
-        named = named_devices()
-        devices = whole.devices if named is None else tuple(named)
-        return NodeSize(max(1, num_cpus // num_tasks), min(memory_bytes, whole.memory_bytes), devices)
-
-    @staticmethod
-    def limit_time(found: Allocation, facts: Dict[str, str]) -> None:
-        """A step may end before its job."""
-        began = parse_slurm_instant(facts.get('StartTime', ''))
-        with contextlib.suppress(ValueError):       # UNLIMITED
-            limit_s = parse_walltime(facts.get('TimeLimit', ''))
-            if began is not None:
-                found.step_end_time = began + limit_s
-                found.end_time = min(found.step_end_time, found.end_time or math.inf)
+def share_of_task(whole: NodeSize, environment: Any, node: str) -> NodeSize:
+    """What a step that a user has started by hand gives to each of its tasks on this node: CPUs, and of the
+    memory that the job has there so much as of its CPUs."""
+    tasks = parse_node_counts(environment.get('SLURM_STEP_TASKS_PER_NODE', ''))
+    places = expand_node_list(environment.get('SLURM_STEP_NODELIST', ''))
+    num_cpus = read_count(environment.get('SLURM_CPUS_ON_NODE', '')) or whole.num_cpus
+    num_cpus = max(1, num_cpus // max(1, dict(zip(places, tasks)).get(node, 1)))
+    return whole._replace(num_cpus=num_cpus,
+                          memory_bytes=whole.memory_bytes * num_cpus // max(whole.num_cpus, num_cpus))
 
 
-class AllocationWatch:
+# -------- which job this is --------
+
+
+def find_allocation(ask: Callable[[List[str]], Reply], environment: Any, in_step: bool,
+                    is_subtask: bool) -> Tuple[Optional[Allocation], str]:
+    """The Slurm job around us, and what the user should know of it. None: there is none, or what the
+    environment names is not ours (any more).
+
+    `ask` calls a program of Slurm. `in_step`: srun has started us. `is_subtask`: the script has started one
+    runner on each node.
+    """
+    job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
+    if not job_id.isdigit():
+        return None, ''
+    reply = ask(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
+    line = find_job_line(reply.out, job_id)
+    facts, host = read_slurm_facts(line), environment.get('SLURMD_NODENAME', '')
+    obstacle = find_job_obstacle(reply, facts, bool(host))
+    if obstacle:
+        return None, f'SLURM_JOB_ID is {job_id}, but {obstacle}: this runner works as if there were none'
+    found = Allocation(job_id)
+    found.restart_count = read_count(facts.get('Restarts', ''), environment.get('SLURM_RESTART_COUNT', ''))
+    found.end_time = parse_slurm_instant(facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', ''))
+    found.task_pid = read_count(environment.get('SLURM_TASK_PID', '')) or found.task_pid
+    listed = facts.get('NodeList') or environment.get('SLURM_JOB_NODELIST', '')
+    found.node_names = expand_node_list(listed) or [host or socket.gethostname()]
+    found.sizes = find_sizes(ask, environment, found.node_names, read_granted_sizes(line))
+    places = [index for index, name in enumerate(found.node_names) if name in (host, host.partition('.')[0])]
+    found.is_on_node, found.node_index = bool(places), sum(places[:1])
+    if places and (is_subtask or in_step):
+        if not is_subtask:
+            index = found.node_index
+            found.sizes[index] = share_of_task(found.sizes[index], environment, found.node_names[index])
+        found.keep_own_node()
+    return found, '' if facts else f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
+
+
+def find_job_obstacle(reply: Reply, facts: Dict[str, str], is_started_by_slurm: bool) -> str:
+    """Why a job is none that we may use; '' if it is, or nothing can be known."""
+    if is_unknown_job(reply) or reply.code == 0 and not facts:
+        return 'Slurm knows no such job (any more)'
+    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
+    if state is not None and not state.is_live:
+        return f'that job {state.meaning}'
+    user = re.search(r'\(([0-9]+)\)', facts.get('UserId', ''))
+    # Inside a container, ids may be others.
+    if user and int(user.group(1)) != os.getuid() and not is_started_by_slurm:
+        return f"that job is another user's ({facts['UserId']})"
+    return ''
+
+
+def find_sizes(ask: Callable[[List[str]], Reply], environment: Any, names: Sequence[str],
+               granted: Dict[str, NodeSize]) -> List[NodeSize]:
+    """What a job has of its nodes. Where it has all memory, Slurm says how much that is, or this node."""
+    sizes = [granted.get(name, size) for name, size in zip(names, stated_sizes(environment, len(names)))]
+    known = {}      # type: Dict[str, int]
+    if not all(size.memory_bytes for size in sizes):
+        known = read_listed_memory(ask(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names))).out)
+    here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    return [size if size.memory_bytes else size._replace(memory_bytes=known.get(name, here))
+            for name, size in zip(names, sizes)]
+
+
+# -------- its end --------
+
+
+class AllocationWatch(Part):
     """Follows the end of the Slurm job, which users and administrators may move (scontrol(1), TimeLimit).
 
-    A call for each tenth of the time that is left, and at least each CHECK_END_S; one shortly before jobs
-    would be stopped; and one when Slurm starts no steps any more.
+    A call for each tenth of the time that is left, at least each CHECK_END_S, and one when Slurm starts no
+    steps any more. What it finds stands in the Allocation.
     """
 
-    def __init__(self, context: NodeContext, launcher: Launcher, on_end_time: Callable[[], Any],
-                 on_over: Callable[[], Any]) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
         self.context = context
         self.launcher = launcher
-        self.on_end_time = on_end_time
-        self.on_over = on_over      # the Slurm job runs no longer
-        self.last_look_for = math.inf       # the stop before which the last look was taken
-        self.asked_at = time.monotonic()
-        self.is_asking = False
-        self.is_doubtful = False            # whether it still runs
-        self.end_looks_until = math.inf     # so long sacct may be asked whether it was canceled
-        self.end_look_at = math.inf         # when it is asked next
+        self.asked_at = time.monotonic()    # as all that follow
+        self.look_at = math.inf             # ... when it ends
+        self.end_look_at = math.inf         # whether it was canceled: while it is ending, only sacct knows
+        self.end_looks_until = math.inf
+        self.plan()
+
+    def plan(self) -> None:
+        """Set the next look. Runners that have begun together do not go on asking together."""
+        allocation, now = self.context.allocation, time.monotonic()
+        if allocation is not None:
+            left_s = 0.0 if allocation.end_time is None else allocation.end_time - time.time()
+            self.look_at = now + max(RETRY_END_S + allocation.node_index % 60, min(left_s / 10, CHECK_END_S))
 
     def look_now(self) -> None:
         """Slurm has started no step: perhaps the job is over."""
-        self.is_doubtful = True
+        self.look_at = min(self.look_at, self.asked_at + DOUBT_S)
 
     def look_at_end(self) -> None:
-        """SIGTERM has come, perhaps of scancel(1): as long as the job is ending, only sacct says so."""
-        allocation = self.context.allocation
-        now = time.monotonic()
+        """SIGTERM has come, perhaps of scancel(1)."""
+        allocation, now = self.context.allocation, time.monotonic()
         if allocation is not None and now < self.end_looks_until and not allocation.is_in_doubt:
             self.end_looks_until = min(self.end_looks_until, now + END_LOOKS_S)
-            allocation.is_in_doubt, self.end_look_at = True, now
-
-    def on_end(self, reply: Reply) -> None:
-        """sacct has answered, which learns of a job, and of its end, some moments later."""
-        allocation = self.context.allocation
-        name = parse_slurm_state(dict(read_slurm_rows(reply.out, 2)).get(allocation.job_id, ''))
-        if name == 'CANCELLED':
-            allocation.canceled = f'Slurm job {allocation.job_id} {SLURM_STATES[name].meaning}'
-        next_at = time.monotonic() + END_PAUSE_S
-        allocation.is_in_doubt = not reply.code and name in ('', 'PENDING', 'RUNNING') \
-            and next_at < self.end_looks_until
-        self.end_look_at = next_at if allocation.is_in_doubt else math.inf
+            allocation.is_in_doubt, self.end_look_at, self.look_at = True, now, math.inf
 
     def due(self) -> float:
         """The next look."""
-        allocation = self.context.allocation
-        if self.is_asking or allocation is None or allocation.is_in_doubt:
-            return self.end_look_at
-        if self.is_doubtful:
-            return self.asked_at + DOUBT_S
-        # Runners that have begun together do not go on asking together.
-        pause_s = RETRY_END_S + allocation.node_index % 60
-        if allocation.end_time is not None:
-            left_s = allocation.end_time - time.time() + time.monotonic() - self.asked_at
-            pause_s = max(pause_s, min(left_s / 10, CHECK_END_S))
-        stop_at = self.context.stop_at
-        last_at = stop_at - LAST_LOOK_S if stop_at != self.last_look_for else math.inf
-        return min(self.asked_at + pause_s, max(last_at, self.asked_at + RETRY_END_S))
+        return min(self.look_at, self.end_look_at)
 
     def act(self, now: float) -> None:
         """Ask, if it is time."""
@@ -23518,31 +23455,37 @@ class AllocationWatch:
             argv = slurm_argv('sacct', '-X', '-n', '-P', '-j', self.context.allocation.job_id, '--format',
                               'JobID,State')
             self.launcher.query(argv, LAST_QUERY_S, self.on_end, query_variables())
-        elif now >= self.due():
-            if now >= self.context.stop_at - LAST_LOOK_S:
-                self.last_look_for = self.context.stop_at
-            self.asked_at, self.is_asking, self.is_doubtful = now, True, False
+        if now >= self.look_at:
+            self.asked_at, self.look_at = now, math.inf
             argv = slurm_argv('scontrol', 'show', 'job', '-o', self.context.allocation.job_id)
             self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
 
+    def on_end(self, reply: Reply) -> None:
+        """sacct has answered, which learns of a job, and of its end, some moments later."""
+        allocation, next_at = self.context.allocation, time.monotonic() + END_PAUSE_S
+        name = parse_slurm_state(dict(read_slurm_rows(reply.out, 2)).get(allocation.job_id, ''))
+        if name == 'CANCELLED':
+            allocation.canceled = f'Slurm job {allocation.job_id} {SLURM_STATES[name].meaning}'
+        allocation.is_in_doubt = not reply.code and name in ('', 'PENDING', 'RUNNING') \
+            and next_at < self.end_looks_until
+        self.end_look_at = next_at if allocation.is_in_doubt else math.inf
+
     def on_reply(self, reply: Reply) -> None:
         """Take a new end in; what cannot be read changes nothing."""
-        self.is_asking, allocation = False, self.context.allocation
+        allocation = self.context.allocation
         facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
-        name, count = parse_slurm_state(facts.get('JobState', '')), facts.get('Restarts', '')
-        is_again = count.isdigit() and int(count) > allocation.restart_count
+        name = parse_slurm_state(facts.get('JobState', ''))
+        is_again = read_count(facts.get('Restarts', '')) > allocation.restart_count
         is_ending = name == 'COMPLETING' or name in SLURM_STATES and not SLURM_STATES[name].is_live
         if is_unknown_job(reply) or is_again or is_ending:
+            allocation.is_over = True
             self.look_at_end()
-            self.on_over()      # its EndTime would be that of its end
-            return
+            return      # its EndTime would be that of its end
         end_time = parse_slurm_instant(facts.get('EndTime', ''))
-        if end_time is not None and allocation.step_end_time is not None:
-            end_time = min(end_time, allocation.step_end_time)
         if end_time is not None and abs(end_time - (allocation.end_time or 0)) > 1:
             allocation.end_time = end_time
             self.context.say(f'Slurm job {allocation.job_id} ends at {format_time(end_time)}')
-            self.on_end_time()
+        self.plan()
 
 
 # ======== 16h. Runner's loop: turns, signals, and when to leave ========
@@ -23642,7 +23585,8 @@ class Shutdown(Part):
 
     def set_end(self) -> None:
         """Follow the end of this node's time, which may move as long as jobs are not asked to end."""
-        context, end_time, starter = self.context, self.context.end_time(), self.dispatcher.starter
+        context, starter = self.context, self.dispatcher.starter
+        self.end_time = end_time = context.end_time()
         if end_time is None:
             return
         context.end = time.monotonic() + end_time - time.time()
@@ -23663,6 +23607,7 @@ class Shutdown(Part):
 
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
+        self.follow_allocation()
         if now >= self.context.stop_at:
             self.context.say('End time reached: the time limit, less sigkill_headroom_seconds, is over'
                              if self.context.in_steps else
@@ -23676,6 +23621,17 @@ class Shutdown(Part):
         if now >= self.context.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
+
+    def follow_allocation(self) -> None:
+        """Take in what was found out of the Slurm job around us: another end, or that it is over."""
+        allocation = self.context.allocation
+        if allocation is None:
+            return
+        if self.end_time != self.context.end_time():
+            self.set_end()
+        if allocation.is_over and self.interrupted_by is None:     # its signal has not come (yet)
+            self.context.say(f'Slurm job {allocation.job_id} is over', 'warning')
+            self.on_signal(signal.SIGTERM)
 
     @property
     def gives_up(self) -> bool:
@@ -23711,12 +23667,6 @@ class Shutdown(Part):
         again = 'again' if number == signal.SIGINT else 'SIGINT'
         self.context.say(f"{name}: stopping {counted(count, 'job')}; {again} to kill at once", 'warning')
         self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
-
-    def on_over(self) -> None:
-        """Slurm has ended the job around us, and its signal has not come (yet)."""
-        if self.interrupted_by is None:
-            self.context.say(f'Slurm job {self.context.allocation.job_id} is over', 'warning')
-            self.on_signal(signal.SIGTERM)
 
     def leave(self, reason: str, lead_s: float = 0.0, words: str = '') -> None:
         """Claim nothing more. For one of SIGNAL_REASONS, stop what runs, unless that has begun.
@@ -23996,7 +23946,7 @@ class Runner:
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, link)
         self.exit_rules = ExitRules(context, self.shutdown, watch)
-        self.allocation_watch = AllocationWatch(context, launcher, self.on_new_end, self.shutdown.on_over)
+        self.allocation_watch = AllocationWatch(context, launcher)
         self.drain = OfflineDrain(context, link)
         self.connect_link()
         self.parts = [
@@ -24051,10 +24001,6 @@ class Runner:
             self.link.accounting += accounting.rows
             self.link.report_soon(0)
             accounting.rows = []
-
-    def on_new_end(self) -> None:
-        """Slurm ends the job around us at another time."""
-        self.shutdown.set_end()
 
     def on_output_repaired(self) -> None:
         """The output directory can be written to again."""
@@ -24216,11 +24162,10 @@ def look_for_allocation(options: RunnerOptions, launcher: Launcher,
     """The Slurm job around us, and what the user should know of it."""
     def ask(argv: List[str]) -> Reply:
         return ask_before_work(argv, SLURM_QUERY_S, launcher, wakeup, query_variables())
-    finder = AllocationFinder(ask, os.environ, read_slurm_step(), options.is_subtask)
-    found = finder.find()
+    found, notice = find_allocation(ask, os.environ, is_in_step(os.environ), options.is_subtask)
     if found is not None:
         found.record_id = options.record_id
-    return found, finder.notice
+    return found, notice
 
 
 def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
