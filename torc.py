@@ -989,13 +989,13 @@ def link_new(temporary: str, path: str) -> bool:
     return True
 
 
-def create_file(path: str, mode: int = 0o666) -> int:
+def create_file(path: str, mode: int = 0o666, flags: int = 0) -> int:
     """Open a new file for writing, in the place of an earlier one. OSError."""
     try:
-        return os.open(path, NEW_FILE, mode)
+        return os.open(path, NEW_FILE | flags, mode)
     except FileExistsError:
         os.unlink(path)
-        return os.open(path, NEW_FILE, mode)
+        return os.open(path, NEW_FILE | flags, mode)
 
 
 def append_to_file(path: str, mode: int = 0o666) -> int:
@@ -1172,11 +1172,6 @@ def filesystem_type(path: str) -> str:
         if inside and len(mount) >= len(best):
             best, kind = mount, right.split()[0]
     return kind
-
-
-def is_network_path(path: str) -> bool:
-    """Whether a path lies on a network file system, where other hosts see the same file."""
-    return filesystem_type(path) not in LOCAL_FILESYSTEMS | {''}
 
 
 def is_deleted(path: str) -> bool:
@@ -20028,8 +20023,9 @@ SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 MAX_SERIES_ROWS = 200000    # that wait to be written
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
 UNSTATED_MEMORY_BYTES = 1 << 20     # what requirements have that state no memory; no program can do with it
-OUTPUT_DRAIN_S = 30.0               # after the end of a job its output may take so long to its files
 LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
+CAP_LOOK_S = 1.0                    # ... and at what jobs have printed
+PAUSE_S = (1.0, 60.0)               # the first and the longest while nothing can be started
 TAKEN = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG))     # the fault of one name
 
 
@@ -20046,7 +20042,7 @@ class RunnerOptions(Row):
     is_persistent: bool = False
     claim_backoff_max_s: float = DEFAULT_CLAIM_BACKOFF_MAX_S
     log_level: str = 'info'
-    max_output_bytes: Optional[int] = None      # of each file in job_stdio; what is more is dropped
+    max_output_bytes: Optional[int] = None      # of each file in job_stdio; what is more is cut off
     is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
     record_id: Optional[int] = None     # of the allocation, where its script says it
     is_strict: bool = False     # no jobs of other schedulers than that of the allocation
@@ -20282,7 +20278,7 @@ class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
     __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'state', 'grant', 'stdout', 'stderr',
                  'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason',
-                 'usage', 'streams', 'step')
+                 'usage', 'cut', 'script', 'limit_at', 'step')
 
     def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]] = ()) -> None:
         self.id = job['id']             # type: int
@@ -20303,7 +20299,9 @@ class Attempt:
         self.completion = {}            # type: Dict[str, Any]  # from its verdict on
         self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
-        self.streams = []               # type: List[Any]  # a CappedStream for each file, if they are capped
+        self.cut = {}                   # type: Dict[str, int]  # path -> bytes that were cut off of it
+        self.script = ''                # that is to run before it is tried again
+        self.limit_at = math.inf        # monotonic; its own timeout is over
         self.step = None                # type: Any  # a Step, if Slurm starts it as one (16e)
 
     @property
@@ -20351,30 +20349,6 @@ class Attempts:
 
 
 # -------- starting a job: its files, its environment --------
-
-
-def open_outputs(attempt: Attempt, stem: Sequence[Any], config: Dict[str, Any], outputs: List[int],
-                 cap: Any = None) -> None:
-    """Open a job's output files into `outputs`, by its stdio mode. `stem` is job_stdio, workflow and run.
-
-    With an OutputCap these are pipes to the files.
-    """
-    own = (config['job_stdio_overrides'] or {}).get(attempt.name)   # as in Torc it inherits nothing
-    stdio = dict(EXECUTION_DEFAULTS['stdio'], **((config['stdio'] or {}) if own is None else own))
-    directory, workflow_id, run_id = stem
-    attempt.deletes_stdio = bool(stdio.get('delete_on_success'))
-    names = stdio_names(workflow_id, attempt.id, run_id, attempt.attempt_id, stdio['mode'])
-    attempt.stdout, attempt.stderr = paths = [name and os.path.join(directory, name) for name in names]
-    for path, what in zip(paths, ('stdout', 'stderr')):
-        if path is None:
-            outputs.append(os.open(os.devnull, os.O_WRONLY))
-        elif outputs and path == attempt.stdout:
-            outputs.append(outputs[0])
-        else:
-            outputs.append(create_file(path))
-            if cap is not None:
-                stream, outputs[-1] = cap.add('output' if paths[0] == paths[1] else what, outputs[-1])
-                attempt.streams.append(stream)
 
 
 def job_variables(attempt: Attempt, common: Dict[str, str], devices: Sequence[str]) -> Dict[str, str]:
@@ -20497,329 +20471,98 @@ def parse_signal(name: str) -> int:
 # other's files. So an output directory belongs to one database, whose id and path its file .torc_database
 # holds: no secret, and readable for whoever may read the directory. One without this file belongs to the
 # first runner that comes, and one whose database no longer exists to the next.
-
-OUTPUT_RECORD = '.torc_database'
-
-
-def read_output_record(directory: str) -> Dict[str, Any]:
-    """What names the database of an output directory; {} if nothing does."""
-    path = os.path.join(directory, OUTPUT_RECORD)
-    try:
-        with open(path, encoding='utf-8') as file:
-            found = parse_json(file.read(65536))
-        if [type(found[key]) for key in ('id', 'path', 'host')] != [str] * 3:
-            raise ValueError
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, 'strerror', None) or 'damaged'
-        raise Denied(f'{path}, which names the database of this output directory, cannot be read '
-                     f'({reason}): remove it, or give another directory with -o DIR') from None
-    return found
-
-
-def write_output_record(directory: str, record: Dict[str, Any], is_new: bool) -> None:
-    """Name the database of an output directory. FileExistsError if it is new, and another one was faster."""
-    write_atomically(os.path.join(directory, OUTPUT_RECORD), format_json(record).encode(), 0o644, is_new)
-
-
-def locate_database(directory: str, database: Dict[str, Any]) -> Dict[str, Any]:
-    """What a record says of a database. A path below the directory is relative: both may be moved."""
-    base, path = os.path.realpath(directory) + os.sep, os.path.realpath(database['path'])
-    is_inside = path.startswith(base) and (database['host'] == socket.gethostname() or is_network_path(path))
-    return dict(database, path=path[len(base):] if is_inside else path)
-
-
-def is_foreign_output(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> bool:
-    """Whether another database than ours, which is not gone for certain, has an output directory."""
-    path, own = (os.path.join(directory, one['path']) for one in (record, ours))
-    is_shared = not os.path.isabs(record['path']) or is_network_path(path)      # the same file for all hosts
-    is_visible = is_shared or record['host'] == socket.gethostname()
-    if record['path'] == ours['path'] and (is_shared or record['host'] == ours['host']):
-        return False        # ours has taken its place
-    if record['id'] != ours['id']:
-        return not (is_visible and is_deleted(path))
-    try:        # ours was moved, or one of the two is a copy
-        return is_visible and not os.path.samefile(path, own)
-    except OSError:
-        return is_visible and not is_missing(path)
-
-
-def refuse_foreign_output(directory: str, database: Dict[str, Any]) -> Dict[str, Any]:
-    """The record of an output directory. Refused if its files are another database's."""
-    record, ours = read_output_record(directory), locate_database(directory, database)
-    if record and is_foreign_output(directory, record, ours):
-        theirs, own = os.path.abspath(os.path.join(directory, record['path'])), database['path']
-        if record['host'] != ours['host']:
-            theirs, own = f"{theirs} on host {record['host']}", f"{own} on host {ours['host']}"
-        raise Refused(f'the output directory {directory} belongs to another database, {theirs}; '
-                      f'this one is {own}: give another directory with -o DIR')
-    return record
-
-
-def take_output_dir(directory: str, database: Dict[str, Any]) -> str:
-    """Make a database the owner of an output directory. Path of the former owner if that is gone, else ''."""
-    record, ours = refuse_foreign_output(directory, database), locate_database(directory, database)
-    if record == ours:
-        return ''
-    try:
-        write_output_record(directory, ours, not record)
-    except FileExistsError:     # another runner was faster
-        return take_output_dir(directory, database)
-    is_ours = record.get('id', ours['id']) == ours['id']
-    return '' if is_ours else os.path.abspath(os.path.join(directory, record['path']))
-
-
-# -------- an output directory in use --------
 #
 # Whoever may replace what lies in an output directory can have a runner write over its user's other files,
 # or read and forge what jobs print. So `run` uses no directory to which all users may write, unless the
 # sticky bit keeps them off others' entries (as in /tmp). A group is trusted, and so is the directory's owner:
 # that is how sites work. Files are opened by their paths, new ones with O_EXCL, none through a link.
 
+OUTPUT_RECORD = '.torc_database'
+
+
+def read_output_record(directory: str) -> Dict[str, str]:
+    """What names the database of an output directory, by a relative path if it lies there; {} if nothing."""
+    path = os.path.join(directory, OUTPUT_RECORD)
+    try:
+        with open(path, encoding='utf-8') as file:
+            found = parse_json(file.read(65536))
+        return {key: os.path.normpath(found[key]) for key in ('id', 'path')}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, 'strerror', None) or 'damaged'
+        raise Denied(f'{path}, which names the database of this output directory, cannot be read '
+                     f'({reason}): remove it, or give another directory with -o DIR') from None
+
+
+def refuse_foreign_output(directory: str, database: Dict[str, Any]) -> Dict[str, str]:
+    """The record of an output directory. Refused if its files are those of another database, which exists."""
+    record, own = read_output_record(directory), os.path.realpath(database['path'])
+    path = os.path.join(os.path.realpath(directory), record.get('path', ''))
+    if record and record['id'] != database['id'] and path != own and not is_deleted(path):
+        raise Refused(f'the output directory {directory} belongs to another database, {path}; '
+                      f"this one is {database['path']}: give another directory with -o DIR")
+    return record
+
+
+def take_output_dir(directory: str, database: Dict[str, Any]) -> str:
+    """Make a database the owner of an output directory. Path of the former owner if that is gone, else ''."""
+    record, base = refuse_foreign_output(directory, database), os.path.realpath(directory) + os.sep
+    path = os.path.realpath(database['path'])       # what lies in there may be moved with it
+    ours = {'id': database['id'], 'path': path[len(base):] if path.startswith(base) else path}
+    if record == ours:
+        return ''
+    try:
+        write_atomically(base + OUTPUT_RECORD, format_json(ours).encode(), 0o644, is_new=not record)
+    except FileExistsError:     # another runner was faster
+        return take_output_dir(directory, database)
+    return '' if record.get('id', ours['id']) == ours['id'] else os.path.join(base, record['path'])
+
+
 class OutputDirectory:
-    """An output directory and its job_stdio, and whether files can be made there."""
+    """An output directory and its job_stdio, and why nothing can be written there at present."""
 
     def __init__(self, path: str) -> None:
         """Make what is missing. OSError, or Denied."""
         self.path = os.path.abspath(path)
         self.stdio = os.path.join(self.path, 'job_stdio')
-        self.loss = ''              # why nothing can be written there at present
-        self.notice = ''            # to be reported once
-        self.next_look = 0.0        # monotonic; whether it is full, or a loss is over, is asked then
         make_directory(self.path)
-        self.record = read_output_record(self.path)
         self.prepare()
+        self.database_id = read_output_record(self.path).get('id')
+        self.loss = 'not looked at yet'     # why nothing can be written there, as last seen; '': it can
+        self.is_full = False                # ... since its disk is full
+        self.look()
 
     def prepare(self) -> None:
         """Make job_stdio if it is missing. OSError, or Denied if all users could replace what is written."""
         refuse_public_directory(self.path, '-o DIR')
-        make_subdirectory(self.path, 'job_stdio')
-        self.found = os.stat(self.stdio)
-        refuse_public_directory(self.stdio, '-o DIR')
+        refuse_public_directory(make_subdirectory(self.path, 'job_stdio'), '-o DIR')
 
-    def look(self, now: float) -> str:
-        """Why nothing can be written there, '' if all is well. Costlier questions are asked once a second."""
-        is_due = now >= self.next_look
-        if self.loss and not is_due:
-            return self.loss
+    def look(self, error: Optional[OSError] = None) -> str:
+        """See anew why nothing can be written there, '' if all is well. `error`: a file could not be made."""
+        self.look_at = time.monotonic() + LOOK_S    # before a start it is looked at again
+        where, tries, self.is_full = f'the output directory {self.path}', bool(self.loss or error), False
         try:
-            loss = self.find_change() or self.find_obstacle(is_due, bool(self.loss))
+            self.prepare()
+            places = (self.path, self.stdio)
+            self.is_full = is_disk_full(self.stdio)
+            if not all(os.access(path, os.W_OK | os.X_OK) for path in places):
+                found = os.stat(self.path)
+                whose = '' if found.st_uid == os.geteuid() else f': it {describe_owner(found)}'
+                self.loss = f'{where} is read-only{whose}'
+            elif self.is_full:
+                self.loss = f'the disk of {where} is full'
+            else:
+                for path in places if tries else ():    # quotas and strange file systems show in no other way
+                    tempfile.TemporaryFile(dir=path).close()
+                self.loss = f'{where} cannot be written to ({error.strerror})' if error else ''
         except FileNotFoundError:
-            loss = f'the output directory {self.path} is gone'
-        except OSError as error:
-            loss = f'the output directory {self.path} cannot be used ({error.strerror})'
-        except Denied as error:
-            loss = error.message
-        if loss or is_due:
-            self.next_look = now + LOOK_S
-        self.loss = loss
-        return loss
-
-    def find_change(self) -> str:
-        """Whether another database's directory lies there now. OSError, or Denied.
-
-        In a new one, as after `rm -rf` and `mkdir`, the runner goes on, and so it does in a new job_stdio.
-        """
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self.stdio), self.found):
-                return ''
-        record = read_output_record(self.path)
-        if record and record != self.record:
-            return f'the output directory {self.path} was replaced by that of another database'
-        was_removed = not os.path.isdir(self.stdio)     # else it was mounted anew, say
-        self.prepare()
-        if self.record and not record:
-            write_output_record(self.path, self.record, True)
-        if was_removed:
-            self.notice = f'{self.stdio} was removed: output goes to a new one'
-        return ''
-
-    def is_in_place(self) -> bool:
-        """Whether it is there, and still ours."""
-        try:
-            return not self.find_change()
-        except (OSError, Denied):
-            return False
-
-    def find_obstacle(self, asks_size: bool, tries: bool) -> str:
-        """Whether files cannot be made there any more. OSError."""
-        places = (self.path, self.stdio)
-        if not all(os.access(path, os.W_OK | os.X_OK) for path in places):
-            found = os.stat(self.path)
-            whose = '' if found.st_uid == os.geteuid() else f': it {describe_owner(found)}'
-            return f'the output directory {self.path} is read-only{whose}'
-        if asks_size and is_disk_full(self.stdio):
-            return f'the disk of the output directory {self.path} is full'
-        for path in places if tries else ():    # quotas and strange file systems show in no other way
-            tempfile.TemporaryFile(dir=path).close()
-        return ''
-
-    def is_full(self) -> bool:
-        """Whether nothing more can be written there; the next look will say the same."""
-        self.next_look = 0.0
-        with contextlib.suppress(OSError):      # it is gone altogether
-            return is_disk_full(self.stdio)
-        return False
-
-    def on_failure(self, error: OSError, now: float) -> str:
-        """A file could not be made: why, until the next look."""
-        self.next_look = 0.0
-        loss = f'the output directory {self.path} cannot be written to ({error.strerror})'
-        self.loss = self.look(now) or loss
+            self.loss = f'{where} is gone'
+        except OSError as other:
+            self.loss = f'{where} cannot be written to ({other.strerror})'
+        except Denied as refused:
+            self.loss = refused.message
         return self.loss
-
-
-# -------- output that is capped --------
-#
-# With --max-output-bytes a job writes to pipes. A thread of the runner moves what comes into the files up to
-# the limit, and drops the rest: a job never waits for the loop, nor the loop for a slow disk. A pipe needs no
-# care when anybody dies: its writers close with the last process that has it, its reader with the runner.
-# What outlives a kill -9 of the runner and its guardians gets SIGPIPE with its next output. RLIMIT_FSIZE
-# would end the job (SIGXFSZ), and would also limit what it writes elsewhere (getrlimit(2)).
-#
-# When all processes of a job are gone, nothing more can come that is its own, and what is in the pipe is the
-# rest: the judgement waits for this, not for the end of file, which a stranger may keep away.
-
-PIPE_BYTES = 65536      # read at once: the size of a pipe (pipe(7))
-MAX_REST_BYTES = 1024 * 1024    # ... at the most, where a job has made it larger (/proc/sys/fs/pipe-max-size)
-
-
-class CappedStream:
-    """One output of an attempt, on its way from a pipe into a file."""
-    __slots__ = ('name', 'reader', 'file', 'limit_bytes', 'taken_bytes', 'error', 'is_over', 'give_up_at')
-
-    def __init__(self, name: str, reader: int, file: int, limit_bytes: int) -> None:
-        self.name = name                # stdout, stderr, or output for both
-        self.reader = reader
-        self.file = file
-        self.limit_bytes = limit_bytes  # of the file
-        self.taken_bytes = 0            # from the pipe
-        self.error = ''                 # why something is missing in the file
-        self.is_over = False            # nothing more is read or written; both are closed
-        self.give_up_at = math.inf      # monotonic; set when the last process of the job is gone
-
-    def move(self) -> int:
-        """Take a piece from the pipe; how many bytes it had, 0 at its end. BlockingIOError if it is empty."""
-        piece = os.read(self.reader, PIPE_BYTES)
-        kept = memoryview(piece)[:max(0, self.limit_bytes - self.taken_bytes)]
-        self.taken_bytes += len(piece)
-        try:
-            while kept:
-                kept = kept[os.write(self.file, kept):]
-        except OSError as error:    # a full disk, say: there may be room again for what comes next
-            self.error = error.strerror
-        return len(piece)
-
-    def move_rest(self) -> None:
-        """Take what is left in the pipe: nobody of the job can write to it any more."""
-        end = self.taken_bytes + MAX_REST_BYTES
-        with contextlib.suppress(BlockingIOError):      # a stranger has it open
-            while self.taken_bytes < end and self.move():
-                pass
-
-    def close(self) -> None:
-        """Close both."""
-        os.close(self.reader)
-        try:
-            os.close(self.file)
-        except OSError as error:    # EDQUOT, EIO: what was written before has not arrived (NFS)
-            self.error = error.strerror
-        self.is_over = True
-
-    def describe_cut(self) -> str:
-        """What was dropped because of the limit, or ''."""
-        if self.taken_bytes <= self.limit_bytes:
-            return ''
-        kept, taken = format_memory(self.limit_bytes), format_memory(self.taken_bytes)
-        return f'{self.name} was cut off at {kept} of {taken} (--max-output-bytes)'
-
-
-class OutputCap:
-    """Limits what jobs write to their files. `work` and `finish` are the thread's, all else is the loop's."""
-
-    def __init__(self, limit_bytes: int, wake: Callable[[], Any]) -> None:
-        """`wake` is called by the thread when a stream is over for which the loop waits."""
-        self.limit_bytes = limit_bytes
-        self.wake = wake
-        self.reader, self.writer = os.pipe()    # ends the thread's wait
-        os.set_blocking(self.reader, False)
-        os.set_blocking(self.writer, False)
-        self.changed = collections.deque()      # type: collections.deque  # streams that are new, or ended
-        self.is_closed = False
-        self.last_at = math.inf     # monotonic; nothing is waited for any longer
-        self.thread = threading.Thread(target=self.work, name='output', daemon=True)
-        self.thread.start()
-
-    def add(self, name: str, file: int) -> Tuple[CappedStream, int]:
-        """Put a pipe in front of an open file, which is ours from then on; its writing end. OSError."""
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        stream = CappedStream(name, reader, file, self.limit_bytes)
-        self.tell(stream)
-        return stream, writer
-
-    def is_written(self, streams: Sequence[CappedStream], now: float) -> bool:
-        """Whether the output of a job that is gone is in its files, or given up: asked until it is."""
-        left = [stream for stream in streams if not stream.is_over]
-        for stream in left:
-            if math.isinf(stream.give_up_at):
-                stream.give_up_at = min(now + OUTPUT_DRAIN_S, max(now, self.last_at))
-                self.tell(stream)
-            elif now >= stream.give_up_at:
-                stream.error = 'the disk does not answer'
-        return all(now >= stream.give_up_at for stream in left)
-
-    def tell(self, *streams: CappedStream) -> None:
-        """These have changed; wake the thread."""
-        self.changed.extend(streams)
-        with contextlib.suppress(BlockingIOError):      # it was told often enough
-            os.write(self.writer, b'1')
-
-    def work(self) -> None:
-        """The thread: move what comes."""
-        poll, streams = select.poll(), {}       # type: Any, Dict[int, CappedStream]
-        poll.register(self.reader, select.POLLIN)
-        while not self.is_closed:
-            for number, _ in poll.poll():
-                stream = streams.get(number)
-                with contextlib.suppress(BlockingIOError):
-                    if stream is None:
-                        os.read(self.reader, PIPE_BYTES)
-                    elif not stream.move():
-                        self.finish(stream, streams, poll)
-            while self.changed:
-                stream = self.changed.popleft()
-                if not stream.is_over and stream.reader not in streams:
-                    streams[stream.reader] = stream
-                    poll.register(stream.reader, select.POLLIN)
-                if not math.isinf(stream.give_up_at):
-                    self.finish(stream, streams, poll)
-        for stream in streams.values():
-            stream.close()
-
-    def finish(self, stream: CappedStream, streams: Dict[int, CappedStream], poll: Any) -> None:
-        """A job is gone, or its end of the pipe: take the rest and close."""
-        if not stream.is_over:
-            poll.unregister(stream.reader)
-            del streams[stream.reader]
-            stream.move_rest()
-            stream.close()
-        if not math.isinf(stream.give_up_at):
-            self.wake()
-
-    def close(self) -> None:
-        """End the thread, unless the disk holds it up. No job runs any more."""
-        self.is_closed = True
-        self.tell()
-        self.thread.join(LOOK_S)
-        self.wake = bool    # the pipe that it writes to is closed soon
-        if not self.thread.is_alive():
-            os.close(self.reader)
-            os.close(self.writer)
-
-
-# -------- the runner's log --------
 
 
 class RunLog:
@@ -20827,21 +20570,15 @@ class RunLog:
     LEVELS = ('debug', 'info', 'warning', 'error')
 
     def __init__(self, output: OutputDirectory, name: str, level: str) -> None:
+        """Open the file, which nobody else may read. That of a colleague, who ran the same, is put away."""
         self.lines = []     # type: List[str]
-        self.head = ''      # the first line, which says what runs: each file begins with it
         self.path = os.path.join(output.path, name)
         self.least = self.LEVELS.index(level) if level in self.LEVELS else 1
-        self.open()
-
-    def open(self) -> None:
-        """The file, which nobody else may read. That of a colleague, who ran the same here, is put away."""
         try:
             self.descriptor = append_to_file(self.path, 0o600)
         except PermissionError:
             os.rename(self.path, self.path + '.1')
             self.descriptor = append_to_file(self.path, 0o600)
-        with contextlib.suppress(OSError):      # a file system without modes
-            os.fchmod(self.descriptor, 0o600)
 
     def write(self, message: str, level: str = 'info', **values: Any) -> None:
         """Add a line; values that are None are left out."""
@@ -20849,28 +20586,13 @@ class RunLog:
             words = ''.join(f' {key}={value}' for key, value in values.items() if value is not None)
             text = printable_line(f'{level.upper()} {message}{words}')
             self.lines.append(f'{format_time(time.time())} {text}\n')
-            self.head = self.head or self.lines[0]
 
     def flush(self) -> None:
         """Write what has gathered. A full disk costs the lines, not the runner."""
         if self.lines:
             text, self.lines = ''.join(self.lines), []
-            with contextlib.suppress(OSError):      # it cannot be put away: the old file goes on
-                found = os.fstat(self.descriptor)
-                if found.st_size > MAX_LOG_BYTES or not found.st_nlink:     # it was removed
-                    self.begin_anew()
-                    text = self.head + text
             with contextlib.suppress(OSError):      # there is nowhere to report it
                 os.write(self.descriptor, text.encode('utf-8', 'replace'))
-
-    def begin_anew(self) -> None:
-        """Make a long file NAME.1, unless another runner of this host has, and open a new one."""
-        full = self.descriptor
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self.path), os.fstat(full)):
-                os.rename(self.path, self.path + '.1')
-        self.open()
-        os.close(full)
 
     def close(self) -> None:
         """Write the rest and close."""
@@ -20953,10 +20675,6 @@ LINK_STATES = {     # what is known of the server -> what may follow
 }
 
 
-class LeaseOver(OSError):
-    """Raised in place of a start: the server must be asked before."""
-
-
 class NodeContext:
     """What all parts of a runner know: the workflow, the node, and where to report to people."""
 
@@ -20972,12 +20690,13 @@ class NodeContext:
         self.output = output
         self.log = log
         self.progress = progress
-        self.cap = None         # type: Optional[OutputCap]
         self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
         self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
         self.submits = False    # schedule_nodes actions are carried out here: in an allocation with sbatch(1)
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
+        self.not_before = 0.0   # monotonic; nothing is started before: see pause
+        self.pauses = Backoff(*PAUSE_S)
         # How this runner leaves, set by Shutdown (16h). Times are monotonic, and infinite if there is no end.
         self.leaving = ''           # why it claims nothing more; '': it does
         self.end = math.inf         # when it must be gone
@@ -21010,6 +20729,15 @@ class NodeContext:
         if not forms <= self.said:
             self.said |= forms
             self.say(introduction + message)
+
+    def pause(self, reason: str = '') -> None:
+        """Nothing can be started now, by no job's fault: later, and later each time."""
+        if reason:
+            self.say_once(reason, 'no job can be started at present: ')
+        now = time.monotonic()
+        if now > self.not_before + self.pauses.most_s:      # the last pause is long over
+            self.pauses.reset()
+        self.not_before = now + self.pauses.take()
 
 
 class Pace:
@@ -21123,7 +20851,6 @@ class ServerLink:
         self.returned = []          # type: List[Sequence[int]]
         self.action_results = []    # type: List[Dict[str, Any]]
         self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
-        self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.state = 'online'
         self.silent_since = 0.0     # monotonic; unless online
@@ -21169,18 +20896,6 @@ class ServerLink:
     def must_ask(self) -> bool:
         """Whether the server must be asked before anything starts, and is not silent."""
         return self.pending is None and self.state == 'online' and not self.has_lease
-
-    def check_lease(self) -> None:
-        """LeaseOver if others may have our jobs by now."""
-        if not self.has_lease:
-            raise LeaseOver
-
-    def under_lease(self, act: Callable[[], Any]) -> None:
-        """Start something now, or, if the lease is over, when the server has said what is still ours."""
-        if self.has_lease:
-            act()
-        else:
-            self.deferred.append(act)
 
     def poll_now(self) -> None:
         """Ask as soon as possible."""
@@ -21416,12 +21131,6 @@ class ServerLink:
         if is_idle and answer.get('reason'):
             self.context.say_once(answer['reason'], 'No jobs claimed: ')
 
-    def go_on(self) -> None:
-        """The server has said what is still ours: start what waited for it."""
-        deferred, self.deferred = self.deferred, []
-        for act in deferred:
-            self.under_lease(act)
-
     # ---- a server that does not answer ----
 
     def change(self, state: str) -> None:
@@ -21578,45 +21287,50 @@ class OfflineDrain(Part):
         context = self.context
         accounts = (row for row in self.link.accounting if (row['job_id'], row['attempt_id']) == attempt.key)
         completion = dict(attempt.completion, accounting=next(accounts, None), job_name=attempt.name,
-                          database_id=context.output.record.get('id'),
+                          database_id=context.output.database_id,
                           recovering=attempt.state == 'recovering' and not is_last)
         return format_journal_entry(completion, context.workflow_id, context.run_id, context.node_id)
 
 
-# ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
+# ======== 16c. Runner's parts: claims, starts, ends, actions ========
 #
 # See Part (16). Actions, recovery scripts and other programs are children like jobs.
 #
 # The server decides who runs what; the ledger guards every start all the same, since jobs may be claimed
 # ahead: short ones for several rounds, so that starting the next never waits for an answer. What was claimed
-# ahead and cannot start within a second goes back.
+# ahead and cannot start within a second goes back. Who starts something sees that the lease is not over.
+#
+# The end of a job that is a process of this node, from the loop's wait to the server's answer:
+#
+#   Launcher.act                take its status, end what it has left
+#     Completions.on_end        it is `ended`
+#       ClaimPolicy.on_end      what it held is free again
+#       Monitor.take_usage      what it has used
+#       DirectStarter.judge     what its end means; perhaps later, in Completions.act
+#       Monitor.judge_memory    ... or was it for lack of memory?
+#       Completions.on_verdict  it is `judged`: declared files are there, or it is tried again
+#       Completions.report      it is `reported`
+#   ServerLink.act              the next request carries it
+#   ServerLink.finish           the server has answered
+#     Completions.on_answer     it is `acknowledged`, and counted
 
 
 class ClaimPolicy:
     """How much work to ask for: what is free, or several rounds ahead while jobs are short."""
 
-    def __init__(self, options: RunnerOptions, ledger: Ledger, workflow: Dict[str, Any],
-                 attempts: Attempts) -> None:
-        self.options = options
+    def __init__(self, context: NodeContext, ledger: Ledger, attempts: Attempts) -> None:
+        self.context = context
         self.ledger = ledger
-        self.workflow = workflow
-        self.least_s = 0.0              # nothing is claimed when less is left
-        self.allocation = None          # type: Any  # the Allocation around us
         self.attempts = attempts
+        self.least_s = 0.0              # nothing is claimed when less is left
         self.backlog = attempts.by_state['claimed']     # in the order of the server
         self.mean_s = math.inf          # recent run time of a job
         self.moved_at = 0.0             # when something was last put into or taken out of the backlog
-        self.not_before = 0.0           # the node is exhausted until then
-        self.pauses = Backoff(1.0, 60.0)
 
     def on_end(self, grant: Grant, wall_s: float) -> None:
         """Take back what a job held, and learn from its run time."""
         self.ledger.release(grant)
         self.mean_s = wall_s if math.isinf(self.mean_s) else 0.8 * self.mean_s + 0.2 * wall_s
-
-    def pause_claims(self) -> None:
-        """The node could not start a process: try again later, and later each time."""
-        self.not_before = time.monotonic() + self.pauses.take()
 
     def rounds(self) -> int:
         """How many jobs per slot to have at hand; 1 is no more than can start now."""
@@ -21624,13 +21338,16 @@ class ClaimPolicy:
 
     def want(self, remaining_s: float) -> Optional[Dict[str, Any]]:
         """The `want` of a runner_sync, or None."""
-        if time.monotonic() < self.not_before or remaining_s < self.least_s:
+        context, options, ledger, rounds = self.context, self.context.options, self.ledger, self.rounds()
+        if remaining_s < self.least_s:
             return None
         time_limit = None if math.isinf(remaining_s) else \
-            format_duration(max(60, longest_runtime(self.workflow, remaining_s)))
-        if self.ledger.max_jobs is not None:
-            return self.want_by_queue(time_limit)
-        rounds, ledger = self.rounds(), self.ledger
+            format_duration(max(60, longest_runtime(context.workflow, remaining_s)))
+        common = {'labels': list(options.labels) or None, 'time_limit': time_limit}
+        if ledger.max_jobs is not None:
+            limit = rounds * ledger.max_jobs - ledger.num_jobs - len(self.backlog)
+            is_enough = limit >= max(1, ledger.max_jobs * (rounds - 1) // 2)
+            return {'strategy': 'queue', 'limit': limit, **common} if is_enough else None
         if rounds == 1 and (self.backlog or ledger.is_full):
             return None
         # Ahead: whole rounds of all that the nodes have, since the running jobs will have ended by then.
@@ -21640,17 +21357,8 @@ class ClaimPolicy:
         if limit <= all_rounds // 2 and rounds > 1 or limit <= 0:
             return None
         return {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'nodes': list(free), 'sizes': sizes,
-                'labels': list(self.options.labels) or None, 'time_limit': time_limit,
-                'scheduler_config_id': self.allocation and self.allocation.scheduler_config_id,
-                'strict': self.options.is_strict}
-
-    def want_by_queue(self, time_limit: Optional[str]) -> Optional[Dict[str, Any]]:
-        """The same for the queue strategy."""
-        limit = self.rounds() * self.ledger.max_jobs - self.ledger.num_jobs - len(self.backlog)
-        least = max(1, self.ledger.max_jobs * (self.rounds() - 1) // 2)
-        return None if limit < least else {
-            'strategy': 'queue', 'limit': limit, 'labels': list(self.options.labels) or None,
-            'time_limit': time_limit}
+                'scheduler_config_id': context.allocation and context.allocation.scheduler_config_id,
+                'strict': options.is_strict, **common}
 
     def add(self, attempts: Sequence[Attempt]) -> None:
         """Claimed jobs, in the server's order."""
@@ -21658,17 +21366,12 @@ class ClaimPolicy:
             self.attempts.add(attempt)
         self.moved_at = time.monotonic()
 
-    def startable(self) -> Iterator[Attempt]:
-        """What there is room for, with its grant; larger jobs do not hold up smaller ones behind them."""
-        if self.ledger.is_full:
-            return
-        for attempt in list(self.backlog):      # the caller changes their states
-            attempt.grant = self.ledger.take(attempt.needs, attempt.job.get('nodes', ()))
-            if attempt.grant is not None:
-                self.moved_at = time.monotonic()
-                yield attempt
-                if self.ledger.is_full:
-                    return
+    def take(self, attempt: Attempt) -> bool:
+        """Grant an attempt of the backlog what it needs, if there is room for it."""
+        attempt.grant = self.ledger.take(attempt.needs, attempt.job.get('nodes', ()))
+        if attempt.grant is not None:
+            self.moved_at = time.monotonic()
+        return attempt.grant is not None
 
     def stale_at(self) -> float:
         """When what was claimed ahead has waited too long (monotonic)."""
@@ -21679,45 +21382,19 @@ class ClaimPolicy:
         self.mean_s = max(self.mean_s, STALE_AHEAD_S)
 
 
-class OutputWatch(Part):
-    """Whether output can be written; if not, nothing is claimed or started. Said once."""
-
-    def __init__(self, context: NodeContext, on_repaired: Callable[[], Any]) -> None:
-        self.context = context
-        self.on_repaired = on_repaired
-        self.reported_loss = ''
-
-    @property
-    def loss(self) -> str:
-        """Why nothing can be written at present, or ''."""
-        return self.context.output.loss
-
-    def due(self) -> float:
-        """The next look after a loss."""
-        return self.context.output.next_look if self.loss else math.inf
-
-    def act(self, now: float) -> None:
-        """Look, at a low price, in each turn."""
-        before = self.loss
-        self.report(before, self.context.output.look(now))
-
-    def on_failure(self, error: OSError) -> None:
-        """A file could not be made."""
-        before = self.loss
-        self.report(before, self.context.output.on_failure(error, time.monotonic()))
-
-    def report(self, before: str, loss: str) -> None:
-        """Say what has changed."""
-        output = self.context.output
-        if loss and loss != self.reported_loss:
-            self.context.say(f'{loss}; no more jobs are started until that is repaired', 'warning')
-        elif before and not loss:
-            self.context.say(f'the output directory {output.path} can be written to again: jobs are started')
-            self.on_repaired()
-        self.reported_loss = loss
-        if output.notice:
-            self.context.say(output.notice, 'warning')
-            output.notice = ''
+def open_outputs(context: NodeContext, attempt: Attempt, outputs: List[int]) -> None:
+    """Open a job's output files into `outputs`, by its stdio mode."""
+    config = context.config
+    own = (config['job_stdio_overrides'] or {}).get(attempt.name)   # as in Torc it inherits nothing
+    stdio = dict(EXECUTION_DEFAULTS['stdio'], **((config['stdio'] or {}) if own is None else own))
+    attempt.deletes_stdio = bool(stdio.get('delete_on_success'))
+    names = stdio_names(context.workflow_id, attempt.id, context.run_id, attempt.attempt_id, stdio['mode'])
+    attempt.stdout, attempt.stderr = [name and os.path.join(context.output.stdio, name) for name in names]
+    for path in (attempt.stdout, attempt.stderr):
+        if outputs and path == attempt.stdout is not None:
+            outputs.append(outputs[0])
+        else:
+            outputs.append(create_file(path, flags=os.O_APPEND) if path else os.open(os.devnull, os.O_WRONLY))
 
 
 def may_share_signal(end: ProcessEnd) -> bool:
@@ -21744,18 +21421,16 @@ class DirectStarter(Part):
         """
         return bool(self.launcher.unkillable)
 
-    def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any],
-              check: Callable[[], Any]) -> None:
+    def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any]) -> None:
         """Open an attempt's files into `outputs` and start it with what its grant holds. OSError, ValueError.
 
-        `on_end` is called when nothing of it lives. `check`: as Launcher.start.
+        `on_end` is called when nothing of it lives.
         """
         context, name = self.context, f'{attempt.id}-{attempt.attempt_id}'
-        stem = context.output.stdio, context.workflow_id, context.run_id
-        open_outputs(attempt, stem, context.config, outputs, context.cap)
+        open_outputs(context, attempt, outputs)
         command = compose_command(attempt.job['invocation_script'], attempt.job['command'])
         variables = job_variables(attempt, context.variables, attempt.grant.devices)
-        attempt.process = self.shell.start(command, variables, outputs, name, on_end, check)
+        attempt.process = self.shell.start(command, variables, outputs, name, on_end)
 
     @staticmethod
     def began_at(attempt: Attempt) -> float:
@@ -21838,89 +21513,79 @@ def has_commands(action: Dict[str, Any]) -> bool:
     return action['action_type'] == 'run_commands'
 
 
-class Actions:
+class Actions(Part):
     """Actions: one command at a time, as a child, each action up to its first failure."""
 
     def __init__(self, context: NodeContext, scripts: Scripts, link: ServerLink) -> None:
         self.context = context
         self.scripts = scripts
         self.link = link
-        self.queue = collections.deque()    # type: collections.deque
-        self.current = None                 # type: Optional[Dict[str, Any]]
-        self.index = 0                      # of the command in the current action
+        self.queue = collections.deque()    # type: collections.deque  # in hand; the first one is at work
+        self.index = 0                      # of its command that runs, or comes next
         self.process = None                 # type: Optional[Process]  # ... while it runs
         self.done = []                      # type: List[int]  # actions that each node carries out once
-        self.stopped = None                 # type: Optional[Dict[str, Any]]  # current when we were stopped
+        self.stopped = None                 # type: Any  # it was at work when the runner was stopped
+        self.log_name = f'actions_wf{context.workflow_id}_r{context.run_id}.log'
 
     @property
     def is_busy(self) -> bool:
         """Whether anything runs or waits."""
-        return bool(self.current or self.queue)
+        return bool(self.queue)
 
     def ids(self) -> List[int]:
         """Actions in hand, and those that another node that we become must not carry out again."""
-        in_hand = ([self.current] if self.current else []) + list(self.queue)
-        return [action['id'] for action in in_hand] + self.done
+        return [action['id'] for action in self.queue] + self.done
 
     def revoke(self, ids: Sequence[int]) -> None:
         """Another node has taken these since our lease was over."""
-        self.queue = collections.deque(action for action in self.queue if action['id'] not in ids)
-        action = self.current
-        if action is not None and action['id'] in ids:
-            self.context.log.write('Action stopped: another node has it', 'warning', action_id=action['id'])
-            if self.process in self.scripts.running:
+        if self.queue and self.queue[0]['id'] in ids:
+            self.context.log.write('Action stopped: another node has it', 'warning',
+                                   action_id=self.queue[0]['id'])
+            if self.process is not None:
                 self.scripts.kill(self.process)
-            self.current = None
-            self.start_next()
+            self.process, self.index = None, 0
+        self.queue = collections.deque(action for action in self.queue if action['id'] not in ids)
 
     def stop(self) -> None:
         """Begin nothing more of what is in hand. What is not begun the server gives to others."""
-        self.queue.clear()
-        self.stopped = self.current
+        self.stopped = self.queue[0] if self.process is not None or self.index else None
+        self.queue = collections.deque(filter(None, [self.stopped]))
 
     def add(self, actions: Sequence[Dict[str, Any]]) -> None:
-        """Take claimed actions and begin."""
+        """Take claimed actions."""
         self.queue.extend(actions)
-        if self.current is None:
-            self.start_next()
 
-    def start_next(self) -> None:
-        """Begin the next action, if there is one."""
-        if self.queue:
-            self.current, self.index = self.queue.popleft(), 0
-            self.context.log.write('Action started', action_id=self.current['id'],
-                                   trigger_type=self.current['trigger_type'])
-            self.go_on()
+    def act(self, now: float) -> None:
+        """Start the next command as soon as that may be."""
+        while self.queue and self.process is None and self.link.has_lease and now >= self.context.not_before:
+            self.go_on(self.queue[0])
 
-    def go_on(self) -> None:
-        """Start the current command as soon as that may be."""
-        self.link.under_lease(functools.partial(self.start_command, self.current))
+    def due(self) -> float:
+        """The end of a pause."""
+        is_waiting = self.queue and self.process is None and self.link.has_lease
+        return self.context.not_before if is_waiting else math.inf
 
-    def start_command(self, action: Dict[str, Any]) -> None:
-        """Start the current command, or finish the action behind the last one, unless it was revoked."""
-        if self.current is not action:
-            return
+    def go_on(self, action: Dict[str, Any]) -> None:
+        """Start the next command of an action, or finish it behind the last one."""
+        if not self.index:
+            self.context.log.write('Action started', action_id=action['id'],
+                                   trigger_type=action['trigger_type'])
         num_commands = len(action['action_config'].get('commands') or ()) if has_commands(action) else 1
         if self.index >= num_commands:
-            self.finish(True, f'{num_commands} commands completed')
-            return
+            return self.finish(True, f'{num_commands} commands completed')
         if action is self.stopped:
-            self.finish(False, f'stopped with its runner before command {self.index + 1}')
-            return
-        failure = f'command {self.index + 1} cannot be started: '
-        if not self.context.output.is_in_place():   # whose directory lies there now?
-            self.finish(False, failure + 'the output directory is not there')
-            return
+            return self.finish(False, f'stopped with its runner before command {self.index + 1}')
         try:
             command, variables = self.command_of(action)
             self.process = self.scripts.start(
-                command, variables, f'actions_wf{self.context.workflow_id}_r{self.context.run_id}.log',
-                f"a{action['id']}-{self.index}", functools.partial(self.on_command_end, action))
+                command, variables, self.log_name, f"a{action['id']}-{self.index}", self.on_command_end)
         except (OSError, ValueError, TorcError) as error:
-            self.finish(False, failure + str(error))
+            if getattr(error, 'errno', None) in EXHAUSTION:
+                return self.context.pause(str(error))
+            self.finish(False, f'command {self.index + 1} cannot be started: {error}')
 
     def command_of(self, action: Dict[str, Any]) -> Tuple[str, Dict[str, str]]:
-        """The current command of an action, as a shell takes it, with its variables. OSError, TorcError.
+        """The next command of an action, as a shell takes it, with its variables. OSError, TorcError.
 
         That of schedule_nodes is torc.py itself, which submits, and reaches the server as this runner does.
         """
@@ -21936,24 +21601,21 @@ class Actions:
              '--job-prefix': own_name and own_name.group(1)})
         return command, {name: os.environ[name] for name in SECRETS if name in os.environ}
 
-    def on_command_end(self, action: Dict[str, Any], process: Process) -> None:
-        """The next command, unless this one failed."""
-        if self.current is not action:      # it was revoked
+    def on_command_end(self, process: Process) -> None:
+        """The next command follows, unless this one failed."""
+        if self.process is not process:     # it was revoked
             return
-        code = process.end.return_code
+        action, code = self.queue[0], process.end.return_code
+        self.process, self.index = None, self.index + 1
         if code and has_commands(action):
-            command = action['action_config']['commands'][self.index]
-            self.finish(False, f'command {self.index + 1} ended with return code {code}: {command}')
+            command = action['action_config']['commands'][self.index - 1]
+            self.finish(False, f'command {self.index} ended with return code {code}: {command}')
         elif code:
-            self.finish(False, 'its allocations were not submitted: see actions_wf'
-                        f'{self.context.workflow_id}_r{self.context.run_id}.log')
-        else:
-            self.index += 1
-            self.go_on()
+            self.finish(False, f'its allocations were not submitted: see {self.log_name}')
 
     def finish(self, success: bool, message: str) -> None:
-        """Report the current action and go on with the next."""
-        action, self.current = self.current, None
+        """Report the action that was at work."""
+        action, self.index = self.queue.popleft(), 0
         if action['persistent']:
             self.done.append(action['id'])
         self.link.action_results.append({'action_id': action['id'], 'success': success, 'message': message})
@@ -21963,7 +21625,51 @@ class Actions:
             text = f"action {action['id']} ({action['trigger_type']}): {message}"
             self.context.progress.on_message(printable(text))
         self.link.report_soon(0)
-        self.start_next()
+
+
+class OutputCap:
+    """Cuts what jobs print where it goes beyond --max-output-bytes, while they run and when they have ended.
+
+    A file may be longer between two looks. RLIMIT_FSIZE would end the job (SIGXFSZ), and would also limit
+    what it writes elsewhere (getrlimit(2)). Jobs write at the end of their files (O_APPEND), without holes.
+    """
+
+    def __init__(self, limit_bytes: Optional[int], attempts: Attempts) -> None:
+        self.limit_bytes = limit_bytes      # of each file; None: there is no limit
+        self.attempts = attempts
+        self.look_at = math.inf if self.limit_bytes is None else 0.0    # monotonic
+
+    def due(self) -> float:
+        """The next look, as long as jobs run."""
+        return self.look_at if self.attempts.count(*STARTED) else math.inf
+
+    def act(self, now: float) -> None:
+        """Look at all files, for a small part of the time: a slow file system is asked less often."""
+        if now >= self.look_at:
+            for attempt in self.attempts.of(*STARTED):
+                self.cut(attempt)
+            self.look_at = now + max(CAP_LOOK_S, 50 * (time.monotonic() - now))
+
+    def cut(self, attempt: Attempt) -> None:
+        """Cut the files of an attempt."""
+        for path in filter(None, {attempt.stdout, attempt.stderr}):
+            with contextlib.suppress(OSError):      # it is gone, or its disk
+                found = os.lstat(path)
+                if stat.S_ISREG(found.st_mode) and found.st_size > self.limit_bytes:
+                    os.truncate(path, self.limit_bytes)
+                    attempt.cut[path] = attempt.cut.get(path, 0) + found.st_size - self.limit_bytes
+
+    def describe(self, attempt: Attempt) -> str:
+        """Cut the files of an attempt that has ended; what it has lost in all, or ''."""
+        if self.limit_bytes is None:
+            return ''
+        self.cut(attempt)
+        names = {attempt.stdout: 'stdout', attempt.stderr: 'stderr'}
+        if len(names) == 1:
+            names = {attempt.stdout: 'output'}
+        return '; '.join(f'{name} was cut off at {format_memory(self.limit_bytes)} of '
+                         f'{format_memory(self.limit_bytes + attempt.cut[path])} (--max-output-bytes)'
+                         for path, name in names.items() if path in attempt.cut)
 
 
 class Completions(Part):
@@ -21976,6 +21682,7 @@ class Completions(Part):
         self.attempts = policy.attempts
         self.starter = starter
         self.measure = measure      # what jobs use: Monitor, or Accounting where they are steps
+        self.cap = OutputCap(context.options.max_output_bytes, self.attempts)
         self.scripts = scripts
         self.link = link
         self.outputs = {}       # type: Dict[int, str]  # files whose hashes the RO-Crate wants: id -> path
@@ -21984,16 +21691,24 @@ class Completions(Part):
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
 
     def due(self) -> float:
-        """Whoever lets a judgement wait knows until when."""
-        ended = self.attempts.by_state['ended']
-        times = [stream.give_up_at for attempt in ended for stream in attempt.streams if not stream.is_over]
-        return min([self.starter.judge_at, *times]) if ended else math.inf
+        """When an end can be judged that was put off, or a recovery script begin."""
+        judge_at = self.starter.judge_at if self.attempts.by_state['ended'] else math.inf
+        is_waiting = self.attempts.count('recovering') > len(self.recoveries) and self.link.has_lease
+        return min(judge_at, self.cap.due(), self.context.not_before if is_waiting else math.inf)
 
     def act(self, now: float) -> None:
-        """Judge what could not be judged before."""
+        """Judge what could not be judged before, and start recovery scripts, if the jobs are still ours."""
+        self.cap.act(now)
         self.starter.judge_at = math.inf
         for attempt in self.attempts.of('ended'):
             self.judge(attempt)
+        for attempt in self.attempts.of('recovering'):
+            if attempt in self.recoveries:
+                continue
+            if self.context.leaving == 'interrupt':     # nobody would stop it
+                self.skip_recovery(attempt)
+            elif self.link.has_lease and now >= self.context.not_before:
+                self.start_recovery(attempt)
 
     def on_end(self, attempt: Attempt, process: Process) -> None:
         """A job's process and all that came from it are gone."""
@@ -22011,13 +21726,10 @@ class Completions(Part):
         """An attempt could not be started, by its own fault."""
         attempt.end = ProcessEnd(return_code, 0, 0.0, 0.0, 0, time.time())
         self.attempts.change(attempt, 'ended')
-        self.on_verdict(attempt, Verdict('failed', return_code, reason), {})
+        self.on_verdict(attempt, Verdict('failed', return_code, reason))
 
     def judge(self, attempt: Attempt) -> None:
-        """Ask the starter what an end means, and look at what the attempt should have written."""
-        streams, cap = attempt.streams, self.context.cap
-        if streams and not cap.is_written(streams, time.monotonic()):
-            return      # the thread wakes us
+        """Ask what an end means: at once, or, where the answer is to come from elsewhere, later."""
         allocation = self.context.allocation if attempt.stopped_for == 'interrupt' else None
         if allocation is not None and allocation.is_in_doubt:
             return      # the answer wakes us
@@ -22028,102 +21740,93 @@ class Completions(Part):
         if allocation is not None and allocation.canceled and verdict.status == 'terminated' \
                 and not verdict.is_interrupted:
             verdict = Verdict('failed', ORPHAN_RETURN_CODE, allocation.canceled)
-        context, file_times = self.context, {}      # type: NodeContext, Dict[str, float]
+        output = self.context.output
+        if verdict.status == 'failed' and not verdict.message and output.look() and output.is_full:
+            verdict = verdict._replace(message=output.loss)
+        self.on_verdict(attempt, verdict)
+
+    def on_verdict(self, attempt: Attempt, verdict: Verdict) -> None:
+        """Make the completion; where a failure handler wants a retry, its recovery script runs first."""
+        times = {}      # type: Dict[str, float]
         if verdict.status == 'completed' and attempt.job['outputs']:
-            file_times, missing = stat_outputs(attempt.job['outputs'])
+            times, missing = stat_outputs(attempt.job['outputs'])
             if missing:
                 verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
-        if verdict.status == 'failed' and not verdict.message and context.output.is_full():
-            message = f'the disk of the output directory {context.output.path} is full'
-            verdict = verdict._replace(message=message)
-        lost = [f'{stream.name} could not be written: {stream.error}' for stream in streams if stream.error]
-        if lost and (verdict.status == 'completed' or verdict.status == 'failed' and not verdict.message):
-            # A job that writes to a file would have seen the error itself.
-            verdict = Verdict('failed', verdict.return_code or 1, '; '.join(lost))
-        if verdict.status == 'completed' and context.workflow.get('enable_ro_crate'):
-            self.outputs.update(attempt.job['outputs'])
-        self.on_verdict(attempt, verdict, file_times)
-
-    def on_verdict(self, attempt: Attempt, verdict: Verdict, file_times: Dict[str, float]) -> None:
-        """Make the completion; where a failure handler wants a retry, its recovery script runs first."""
+            elif self.context.workflow.get('enable_ro_crate'):
+                self.outputs.update(attempt.job['outputs'])
         self.attempts.change(attempt, 'judged')
-        end = attempt.end
         attempt.completion = completion = {
             'job_id': attempt.id, 'attempt_id': attempt.attempt_id, 'return_code': verdict.return_code,
-            'status': verdict.status, 'exec_time_minutes': end.wall_s / 60,
-            'completion_time': format_time(end.at), 'retry': False, **attempt.usage}
-        if file_times:
-            completion['file_times'] = file_times
+            'status': verdict.status, 'exec_time_minutes': attempt.end.wall_s / 60,
+            'completion_time': format_time(attempt.end.at), 'retry': False, **attempt.usage}
+        if times:
+            completion['file_times'] = times
         if verdict.status != 'completed':
-            attempt.reason = printable(verdict.message) or explain_end(end, attempt.stdout, attempt.stderr)
-            completion['reason'] = attempt.reason
-        if attempt.streams:
-            self.report_cuts(attempt)
+            completion['reason'] = attempt.reason = printable(verdict.message) or explain_end(
+                attempt.end, attempt.stdout, attempt.stderr)
+        self.report_cuts(attempt)
         if verdict.is_interrupted or verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
             completion['interrupted'] = True
         is_own = attempt.stopped_for in ('', 'deadline', 'memory', 'timeout') and not verdict.is_interrupted
-        may_retry = verdict.status in ('failed', 'terminated') and is_own
-        if not (may_retry and self.tries_again(attempt)):
+        if is_own and verdict.status in ('failed', 'terminated'):
+            self.try_again(attempt)
+        if attempt.state == 'judged':
             self.report(attempt)
 
     def report_cuts(self, attempt: Attempt) -> None:
-        """Add to the reason of an end, also a good one, what was dropped of its output."""
-        cuts = list(filter(None, (stream.describe_cut() for stream in attempt.streams)))
+        """Add to the reason of an end, also a good one, what was cut off of its output."""
+        cuts = self.cap.describe(attempt)
         if cuts:
-            attempt.reason = '; '.join(filter(None, [attempt.reason] + cuts))
-            attempt.completion['reason'] = attempt.reason
-            self.context.log.write(f"Job output: {'; '.join(cuts)}", 'warning', **self.context.names(attempt))
+            attempt.completion['reason'] = attempt.reason = '; '.join(filter(None, [attempt.reason, cuts]))
+            self.context.log.write(f'Job output: {cuts}', 'warning', **self.context.names(attempt))
             self.context.say_once('output of jobs is cut off (--max-output-bytes); `status` names them')
 
-    def tries_again(self, attempt: Attempt) -> bool:
-        """Consult the failure handler. True if a recovery script goes before the report."""
+    def try_again(self, attempt: Attempt) -> None:
+        """Consult the failure handler."""
         completion = attempt.completion
         rule = find_rule(attempt.rules, completion['return_code'])
         if rule is None:
             if self.context.setting('use_pending_failed'):
                 completion['status'] = 'pending_failed'
-            return False
+            return
         max_retries = DEFAULT_MAX_RETRIES if rule.get('max_retries') is None else rule['max_retries']
-        if attempt.attempt_id - attempt.job['interruptions'] >= max_retries:
-            return False
-        completion.update(retry=True, max_retries=max_retries)
-        if rule.get('recovery_script'):
-            self.attempts.change(attempt, 'recovering')
-            self.link.under_lease(functools.partial(self.start_recovery, attempt, rule['recovery_script']))
-        return bool(rule.get('recovery_script'))
+        if attempt.attempt_id - attempt.job['interruptions'] < max_retries:
+            completion.update(retry=True, max_retries=max_retries)
+            attempt.script = rule.get('recovery_script')
+            if attempt.script:
+                self.attempts.change(attempt, 'recovering')
 
-    def start_recovery(self, attempt: Attempt, script: str) -> None:
+    def start_recovery(self, attempt: Attempt) -> None:
         """Start a recovery script; one that cannot be started vetoes the retry."""
-        if attempt.state != 'recovering':       # it was revoked
-            return
-        if self.context.leaving == 'interrupt':     # nobody would stop it
-            self.skip_recovery(attempt)
-            return
+        context = self.context
         name, code = f'{attempt.id}-{attempt.attempt_id}-recovery', attempt.completion['return_code']
         log_name = 'recovery_wf{}_r{}_j{}_a{}.log'.format(      # of its own: several may run at a time
-            self.context.workflow_id, self.context.run_id, attempt.id, attempt.attempt_id)
-        variables = dict(self.context.variables, TORC_JOB_ID=str(attempt.id), TORC_JOB_NAME=attempt.name,
+            context.workflow_id, context.run_id, attempt.id, attempt.attempt_id)
+        variables = dict(context.variables, TORC_JOB_ID=str(attempt.id), TORC_JOB_NAME=attempt.name,
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
-        on_end = functools.partial(self.on_recovery_end, attempt, bool(self.context.leaving), log_name)
+        on_end = functools.partial(self.on_recovery_end, attempt, bool(context.leaving), log_name)
         try:
-            self.recoveries[attempt] = self.scripts.start(script, variables, log_name, name, on_end)
+            self.recoveries[attempt] = self.scripts.start(attempt.script, variables, log_name, name, on_end)
         except (OSError, ValueError) as error:
-            self.veto_retry(attempt, f'the recovery script cannot be started: {error}')
-            self.report(attempt)
+            if getattr(error, 'errno', None) in EXHAUSTION:
+                context.pause(str(error))
+            else:
+                self.veto_retry(attempt, f'the recovery script cannot be started: {error}')
 
     def on_recovery_end(self, attempt: Attempt, was_leaving: bool, log_name: str, process: Process) -> None:
         """The retry stands, unless the script refuses it; one that we stopped has not, and is no retry."""
         del self.recoveries[attempt]
+        code = process.end.return_code
         if attempt.state != 'recovering':       # it was revoked
             return
-        if process.end.return_code and not was_leaving and self.context.leaving in ('interrupt', 'deadline'):
+        if code and not was_leaving and self.context.leaving in ('interrupt', 'deadline'):
             self.skip_recovery(attempt)
-            return
-        if process.end.return_code:
+        elif code:
             line = read_last_line(os.path.join(self.context.output.path, log_name))
-            self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}'
+            self.veto_retry(attempt, f'the recovery script ended with return code {code}'
                             f"{line and ': '}{line} (its log: {log_name})")
-        self.report(attempt)
+        else:
+            self.report(attempt)
 
     def drop_recovery(self, attempt: Attempt) -> None:
         """An attempt was revoked: its recovery script would run beside a later one."""
@@ -22145,6 +21848,7 @@ class Completions(Part):
         attempt.reason = '; '.join(filter(None, (attempt.reason, printable(reason))))
         attempt.completion.update(retry=False, reason=attempt.reason)
         self.context.log.write(f'No retry: {reason}', 'warning', **self.context.names(attempt))
+        self.report(attempt)
 
     def report(self, attempt: Attempt) -> None:
         """Let the next request carry this completion."""
@@ -22158,17 +21862,14 @@ class Completions(Part):
 
     def on_answer(self, sent: Sequence[Attempt], answer: Dict[str, Any]) -> None:
         """The server has taken in what was sent, or refused it."""
-        by_key = {attempt.key: attempt for attempt in sent}
-        for job_id, attempt_id, status in answer['accepted']:
-            attempt = by_key.pop((job_id, attempt_id), None)
-            if attempt is not None:
-                self.attempts.change(attempt, 'acknowledged')
-                self.count(attempt, status)
+        statuses = {(job_id, attempt_id): status for job_id, attempt_id, status in answer['accepted']}
+        for attempt in sent:
+            self.attempts.change(attempt, 'acknowledged')
+            if attempt.key in statuses:
+                self.count(attempt, statuses[attempt.key])
         for error in answer['errors']:
             message = f"Completion refused: {error['message']}"
             self.context.log.write(message, 'warning', job_id=error['job_id'])
-        for attempt in by_key.values():
-            self.attempts.change(attempt, 'acknowledged')
 
     def count(self, attempt: Attempt, status: str) -> None:
         """Update the counters for an acknowledged completion."""
@@ -22180,10 +21881,9 @@ class Completions(Part):
         self.counts['failed' if status == 'pending_failed' else status] += 1
         self.context.progress.on_output(attempt.name, (attempt.stdout, attempt.stderr))
         if status == 'completed':
-            for path in (attempt.stdout, attempt.stderr):
-                if path and attempt.deletes_stdio:
-                    with contextlib.suppress(OSError):      # both may be one
-                        os.unlink(path)
+            for path in {attempt.stdout, attempt.stderr} if attempt.deletes_stdio else ():
+                with contextlib.suppress(OSError, TypeError):
+                    os.unlink(path)
         elif status != 'canceled':
             code = attempt.completion['return_code']
             self.failed_jobs.append((attempt.id, attempt.name, code, attempt.reason))
@@ -22191,47 +21891,75 @@ class Completions(Part):
 
 
 class Dispatcher(Part):
-    """Jobs from their claim to their end: starts what there is room for, gives back what cannot start."""
+    """Jobs from their claim to their start: starts what there is room for, gives back what cannot start."""
 
     def __init__(self, context: NodeContext, policy: ClaimPolicy, completions: Completions,
-                 watch: OutputWatch, link: ServerLink, actions: Actions) -> None:
+                 link: ServerLink, actions: Actions) -> None:
         self.context = context
         self.policy = policy
         self.attempts = policy.attempts
         self.starter = completions.starter
         self.completions = completions
-        self.watch = watch
         self.link = link
         self.actions = actions
         self.may_claim = False      # jobs are asked for
         self.is_closed = False      # nothing is claimed or started any more
-        self.limits = {}            # type: Dict[Attempt, float]  # monotonic; ends of their own timeouts
+        self.is_paused = False      # nothing could start when this was last looked at
+        self.reported_loss = ''     # of the output directory
+        self.has_timeouts = bool(context.config['timeout'] or context.config['job_timeouts'])
 
     def due(self) -> float:
-        """When what was claimed ahead goes back, or the node may have room again; or a timeout is over."""
-        limit_at = min((limit_at for attempt, limit_at in self.limits.items() if attempt.state == 'running'),
-                       default=math.inf)
+        """When what was claimed ahead goes back, a pause or a timeout is over."""
+        times = [self.context.not_before] if self.is_paused else []
+        if self.has_timeouts:
+            times += [attempt.limit_at for attempt in self.attempts.by_state['running']]
         if self.policy.backlog and self.link.has_lease and not self.actions.is_busy:
-            return min(limit_at, max(self.policy.stale_at(), self.policy.not_before))
-        return limit_at
+            times.append(self.policy.stale_at())
+        return min(times, default=math.inf)
 
     def act(self, now: float) -> None:
         """Start what fits; give back what has waited too long. Actions come first: jobs may count on them."""
-        self.stop_overdue(now)
-        if self.watch.loss or self.starter.is_drained:
+        if self.has_timeouts:
+            self.stop_overdue(now)
+        if self.is_held(now):
             return self.link.give_back(self.attempts.of('claimed'))
-        if self.is_closed or self.actions.is_busy or now < self.policy.not_before or not self.link.has_lease:
+        if self.is_closed or self.actions.is_busy or not self.link.has_lease:
             return
-        for attempt in self.policy.startable():
-            if not self.start(attempt):
+        for attempt in self.attempts.of('claimed'):     # larger jobs do not hold up smaller ones behind them
+            if self.policy.ledger.is_full or not self.link.has_lease:
                 break
-        if time.monotonic() >= self.policy.stale_at():
+            if self.policy.take(attempt) and not self.start(attempt):
+                return self.link.give_back(self.attempts.of('claimed'))
+        if now >= self.policy.stale_at():
             self.policy.on_stale()
             self.link.give_back(self.attempts.of('claimed'))
 
+    def is_held(self, now: float) -> bool:
+        """Whether nothing may start at present, by no job's fault."""
+        context, output = self.context, self.context.output
+        if now >= context.not_before and (self.is_paused or output.loss
+                                          or self.policy.backlog and now >= output.look_at):
+            self.note_output(output.look())
+            if self.is_paused and not output.loss:
+                self.link.poll_now()
+        self.is_paused = time.monotonic() < context.not_before
+        return self.is_paused or self.starter.is_drained
+
+    def note_output(self, loss: str) -> None:
+        """Say whether output can be written, if that has changed; make a pause if it cannot."""
+        context, path = self.context, self.context.output.path
+        if loss:
+            context.pause()
+        if loss and loss != self.reported_loss:
+            context.say(f'{loss}; no more jobs are started until that is repaired', 'warning')
+        elif self.reported_loss and not loss:
+            context.say(f'the output directory {path} can be written to again: jobs are started')
+            self.link.pace.worked_at = time.monotonic()
+        self.reported_loss = loss
+
     def want(self) -> Optional[Dict[str, Any]]:
         """The work to ask for."""
-        if self.is_closed or not self.may_claim or self.watch.loss or self.starter.is_drained:
+        if self.is_closed or not self.may_claim or self.is_paused or self.starter.is_drained:
             return None
         return self.policy.want(self.context.end - time.monotonic())
 
@@ -22246,25 +21974,21 @@ class Dispatcher(Part):
             self.link.give_back(self.attempts.of('claimed'))
 
     def start(self, attempt: Attempt) -> bool:
-        """Start one job. False if the node has no room for processes now, or must ask the server first."""
-        outputs = []    # type: List[int]
-        on_end = functools.partial(self.completions.on_end, attempt)
+        """Start one job. False if nothing can be started now."""
+        context, outputs = self.context, []    # type: NodeContext, List[int]
         make_output_directories(attempt.job['outputs'])
         try:
-            self.starter.start(attempt, outputs, on_end, self.link.check_lease)
-        except LeaseOver:
-            self.policy.ledger.release(attempt.grant)
-            return False
+            self.starter.start(attempt, outputs, functools.partial(self.completions.on_end, attempt))
         except (OSError, ValueError) as error:
             return self.on_start_failure(attempt, error, outputs)
         finally:
             for descriptor in set(outputs):
                 os.close(descriptor)
-        context, process = self.context, attempt.process
+        process, timeout_s = attempt.process, self.timeout_of(attempt)
         self.attempts.change(attempt, 'running')
         self.completions.measure.add(attempt)
-        if self.timeout_of(attempt):
-            self.limits[attempt] = process.started + self.timeout_of(attempt)
+        if timeout_s:
+            attempt.limit_at = process.started + timeout_s
         self.link.started.append([attempt.id, attempt.attempt_id, format_time(process.started_at)])
         self.link.report_soon(START_REPORT_S)
         context.log.write('Job started', workflow_id=context.workflow_id, job_id=attempt.id,
@@ -22273,43 +21997,34 @@ class Dispatcher(Part):
         return True
 
     def on_start_failure(self, attempt: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
-        """A start that failed: the node's fault gives the job back, anything else fails this job."""
+        """A start that failed: the node's fault makes a pause, anything else fails this job."""
         self.policy.ledger.release(attempt.grant)
-        is_exhausted = getattr(error, 'errno', None) in EXHAUSTION
-        if is_exhausted or len(outputs) < 2 and isinstance(error, OSError) and error.errno not in TAKEN:
-            if is_exhausted:
-                self.pause(str(error))
-            else:
-                self.watch.on_failure(error)
-                self.link.give_back(self.attempts.of('claimed'))
+        number = getattr(error, 'errno', None)
+        if number in EXHAUSTION:
+            self.context.pause(str(error))
+            return False
+        if len(outputs) < 2 and number is not None and number not in TAKEN:
+            self.note_output(self.context.output.look(error))
             return False
         has_no_shell = len(outputs) == 2 and isinstance(error, FileNotFoundError)
         reason = f'cannot be started: {error}'
         if has_no_shell:
-            try:
+            with contextlib.suppress(OSError):      # a full disk: the reason stands in the completion too
                 os.write(outputs[1], f'torc: {reason}\n'.encode('utf-8', 'replace'))
-            except OSError:     # a full disk: the reason stands in the completion too
-                pass
         self.completions.on_start_failure(attempt, COMMAND_NOT_FOUND if has_no_shell else 1, reason)
         return True
 
-    def pause(self, reason: str) -> None:
-        """Nothing can be started now, by no job's fault: what is claimed goes back."""
-        self.context.say_once(reason, 'no job can be started at present: ')
-        self.policy.pause_claims()
-        self.link.give_back(self.attempts.of('claimed'))
-
     def revoke(self, keys: Sequence[Sequence[int]]) -> None:
         """These attempts are ours no longer: they were reset, or given to others. Stop them first of all."""
-        gone = {tuple(key) for key in keys}
-        for attempt in self.attempts.of('claimed') if gone else ():
-            if attempt.key in gone:
+        gone, context = {tuple(key) for key in keys}, self.context
+        if not gone:
+            return
+        for attempt in self.attempts.of('claimed', 'recovering'):
+            if attempt.key in gone and attempt.state == 'claimed':
                 self.attempts.change(attempt, 'dropped')
-        for attempt in self.attempts.of('recovering') if gone else ():
-            if attempt.key in gone:
+            elif attempt.key in gone:
                 self.completions.drop_recovery(attempt)
         stopped = [attempt for attempt in self.attempts.of(*STARTED) if attempt.key in gone]
-        context = self.context
         for attempt in stopped:
             self.attempts.set_stopping(attempt, 'revoked')
             context.log.write('Job stopped: another runner has it', 'warning', **context.names(attempt))
@@ -22327,11 +22042,12 @@ class Dispatcher(Part):
     def stop_overdue(self, now: float) -> None:
         """Stop jobs whose own timeout is over: it counts from their start, also where srun had to wait."""
         overdue = []
-        for attempt in [attempt for attempt, limit_at in self.limits.items() if now >= limit_at]:
-            self.limits[attempt] = self.starter.began_at(attempt) + self.timeout_of(attempt)
-            if now >= self.limits[attempt]:
-                del self.limits[attempt]
-                overdue += [attempt] if attempt.state == 'running' and attempt.process.end is None else []
+        for attempt in self.attempts.of('running'):
+            if now >= attempt.limit_at:
+                attempt.limit_at = self.starter.began_at(attempt) + self.timeout_of(attempt)
+            if now >= attempt.limit_at:
+                attempt.limit_at = math.inf
+                overdue += [attempt] if attempt.process.end is None else []
         for attempt in overdue:
             self.attempts.set_stopping(attempt, 'timeout')
             self.context.log.write('Job timeout', 'warning', **self.context.names(attempt))
@@ -22351,7 +22067,7 @@ class Dispatcher(Part):
     def stop(self, reason: str, lead_s: float, signal_number: Optional[int]) -> None:
         """Ask all jobs to end; SIGKILL follows after `lead_s`. A judgement that waits for a signal has it."""
         name, attempts = signal.Signals(self.context.stop_signal).name, self.attempts.of(*STARTED)
-        for attempt in self.attempts.of('ended') if signal_number else ():      # others wait for their output
+        for attempt in self.attempts.of('ended') if signal_number else ():
             if not attempt.stopped_for and may_share_signal(attempt.end):
                 self.attempts.set_stopping(attempt, reason, signal_number)
         for attempt in attempts:
@@ -22713,8 +22429,7 @@ class SlurmStarter(Part):
 
     # ---- starting ----
 
-    def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any],
-              check: Callable[[], Any]) -> None:
+    def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any]) -> None:
         """Start srun for an attempt; otherwise as DirectStarter.start."""
         context, step = self.context, Step(
             os.path.join(self.directory, step_name(self.context, attempt)), self.context.stop_at,
@@ -22722,8 +22437,7 @@ class SlurmStarter(Part):
         command = encode_text(compose_command(attempt.job['invocation_script'], attempt.job['command']))
         errors = self.make_files(step)
         try:
-            stem = context.output.stdio, context.workflow_id, context.run_id
-            open_outputs(attempt, stem, context.config, outputs, context.cap)
+            open_outputs(context, attempt, outputs)
             files = [path or os.devnull for path in (attempt.stdout, attempt.stderr)]
             words = [self.srun, *step_flags(self.request(attempt)), sys.executable or 'python3', '-I', '-S',
                      self.supervisor, f'{step.stem}.notes', os.getcwd(), *files, self.shell, '-c']
@@ -22731,7 +22445,7 @@ class SlurmStarter(Part):
             attempt.process = self.launcher.start(
                 [*map(encode_text, words), command], variables, [errors, errors],
                 f'{attempt.id}-{attempt.attempt_id}',
-                functools.partial(self.on_step_end, attempt, on_end), check)
+                functools.partial(self.on_step_end, attempt, on_end))
         except (OSError, ValueError) as error:
             step.remove_files()
             if isinstance(error, FileNotFoundError) and len(outputs) == 2:
@@ -23597,8 +23311,6 @@ class Shutdown(Part):
         self.launcher.last_at = context.last_at
         if context.leaving not in SIGNAL_REASONS:
             context.stop_at = context.end - starter.stop_before_s
-        if context.cap is not None:
-            context.cap.last_at = context.last_at
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
@@ -23722,10 +23434,9 @@ class UnkillableReport(Part):
 class ExitRules:
     """When this runner leaves though nobody has asked for it."""
 
-    def __init__(self, context: NodeContext, shutdown: Shutdown, watch: OutputWatch) -> None:
+    def __init__(self, context: NodeContext, shutdown: Shutdown) -> None:
         self.context = context
         self.shutdown = shutdown
-        self.watch = watch
 
     def look(self) -> None:
         """Decide whether it is time to leave."""
@@ -23736,8 +23447,8 @@ class ExitRules:
         if link.answer['is_complete'] and not context.setting('compute_node_ignore_workflow_completion'):
             context.log.write('Workflow complete', workflow_id=context.workflow_id)
             shutdown.leave('complete')
-        elif not (shutdown.launcher.children or shutdown.dispatcher.policy.backlog or link.has_updates
-                  or shutdown.dispatcher.attempts.by_state['ended']) and link.sent_at > link.pace.ended_at:
+        elif not (shutdown.launcher.children or link.has_updates or link.sent_at <= link.pace.ended_at
+                  or link.attempts.count('claimed', 'ended', 'recovering')):
             self.look_while_idle()
 
     def look_for_cancel(self) -> None:
@@ -23774,10 +23485,10 @@ class ExitRules:
         if context.end - now < policy.least_s:
             whole = f'its {context.end - self.shutdown.began:.0f} s'
             leave('deadline', words=WAIT_REASONS['late'].format(whole, policy.least_s))
-        elif self.watch.loss:
+        elif context.output.loss:
             if is_over:
                 waited = f'for {idle_s:.0f} seconds nothing could be started'
-                leave('output', words=f'{waited}, since {self.watch.loss}')
+                leave('output', words=f'{waited}, since {context.output.loss}')
         elif not (answer.get('claimable', True) or pending or ignores or is_persistent):
             leave('stuck', words=WAIT_REASONS['stuck'].format(answer['unfinished']))
         elif is_over and not pending:
@@ -23931,8 +23642,7 @@ class Runner:
         self.link = link = ServerLink(context, client, total_size(nodes), self.attempts, self.pace)
         link.num_nodes = len(nodes)
         ledger = Ledger(nodes, options.max_parallel_jobs)
-        self.policy = ClaimPolicy(options, ledger, context.workflow, self.attempts)
-        self.policy.allocation = context.allocation
+        self.policy = ClaimPolicy(context, ledger, self.attempts)
         self.starter = starter = SlurmStarter(context, launcher, ledger) if context.in_steps \
             else DirectStarter(context, launcher)     # type: Any
         self.monitor = Monitor(context, launcher, self.attempts, starter)
@@ -23942,10 +23652,9 @@ class Runner:
         scripts = Scripts(context, launcher)
         self.actions = Actions(context, scripts, link)
         self.completions = Completions(context, self.policy, starter, measure, scripts, link)
-        watch = OutputWatch(context, self.on_output_repaired)
-        self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
+        self.dispatcher = Dispatcher(context, self.policy, self.completions, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, link)
-        self.exit_rules = ExitRules(context, self.shutdown, watch)
+        self.exit_rules = ExitRules(context, self.shutdown)
         self.allocation_watch = AllocationWatch(context, launcher)
         self.drain = OfflineDrain(context, link)
         self.connect_link()
@@ -23957,12 +23666,13 @@ class Runner:
             self.allocation_watch,
             self.shutdown,
             UnkillableReport(context, launcher, self.attempts, link),
-            watch,
             self.completions,
+            self.actions,
             self.dispatcher,
             self.drain,             # writes while the link looks for the server
             link,
-            self.dispatcher,        # again: what an answer brings starts in the same turn
+            self.actions,           # again: what an answer brings starts in the same turn
+            self.dispatcher,
             ProgressView(context, link),
         ]
 
@@ -23984,7 +23694,6 @@ class Runner:
         for notice in answer['notices']:
             self.context.say_once(notice)
         self.completions.on_answer(self.link.sent_completions, answer)
-        self.link.go_on()
         if answer['actions']:
             self.actions.add(answer['actions'])
         if answer['jobs']:
@@ -23994,7 +23703,7 @@ class Runner:
         """Hand on what steps tell other parts: that Slurm starts none now, and what it has measured."""
         starter, accounting = self.starter, self.accounting
         if starter.no_step:
-            self.dispatcher.pause(starter.no_step)
+            self.context.pause(starter.no_step)
             self.allocation_watch.look_now()
             starter.no_step = ''
         if accounting.rows:
@@ -24002,10 +23711,6 @@ class Runner:
             self.link.report_soon(0)
             accounting.rows = []
 
-    def on_output_repaired(self) -> None:
-        """The output directory can be written to again."""
-        self.link.poll_now()
-        self.pace.worked_at = time.monotonic()
 
     # ---- the loop ----
 
@@ -24077,7 +23782,7 @@ class Runner:
             self.turn()
             self.exit_rules.look()
             is_busy = self.launcher.children or self.actions.is_busy or self.has_slurm_work
-            is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended']
+            is_waiting = link.has_updates or self.attempts.count('ended', 'recovering')
             if self.context.leaving and not (is_busy or is_waiting):
                 break
             self.wait()
@@ -24252,12 +23957,6 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         else:
             num_gpus, more = ask_for_gpus(options, launcher, wakeup)
             problems += more
-        if options.max_output_bytes is not None:
-            stack.enter_context(warnings.catch_warnings())
-            # The children that are forked beside this thread need no lock that it may hold.
-            warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning)
-            context.cap = OutputCap(options.max_output_bytes, wakeup.wake)
-            stack.callback(context.cap.close)
         runner = Runner(context, client, launcher, wakeup, num_gpus)
         for problem in problems:
             context.say(problem, 'warning')
@@ -30010,7 +29709,7 @@ def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
     """Make the output directory and see that it is this database's, before anything is created or claimed."""
     try:
-        obstacle = OutputDirectory(options.output_dir).find_obstacle(True, True)
+        obstacle = OutputDirectory(options.output_dir).loss
         if obstacle:
             raise BadInput(f'{obstacle}: name another one with --output-dir')
         database = call_addition(session.client, 'get_database')
