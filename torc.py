@@ -18779,7 +18779,7 @@ def mark_numbers(value: Any) -> Any:
 #   and no job names the record: an ambiguous failure, such as a time-out, may have left a job behind.
 # * A refusal ("Invalid account") is final: the record goes, and the user is shown Slurm's words.
 # * A script holds no secret: a token goes as the path of its file, a password through the environment.
-# * No text from a workflow becomes a second option, or a second directive.
+# * Options are words of sbatch's command line: no text from a workflow becomes a second one.
 
 SBATCH_TRIES = 6
 SBATCH_PAUSE_S = 10.0       # after a failure that passes; an ambiguous one may take effect late
@@ -18792,9 +18792,6 @@ PASSING_ERRORS = Expression(
     'Unexpected message received|Unable to resolve|Header lengths|Protocol authentication|standby|try again',
     re.IGNORECASE)
 SUBMITTED = Expression(r'(?:Submitted batch job )?([0-9]+)(?:(?:;| on cluster )([\w.-]+))?\s*\Z')
-# A word that sbatch takes as it is, whatever reads it: without blanks, quotes, or the begin of a comment.
-DIRECTIVE_VALUE = Expression(r'''(?!-[^0-9])[^\s"'\\#\x00-\x1f\x7f]+\Z''')
-DIRECTIVE_NAME = Expression(r'[a-z][a-z0-9-]*\Z')
 JOB_PREFIX = Expression(r'(?!-)[A-Za-z0-9_.+-]*\Z')
 NAMED_JOB = Expression(r'((?!-)[A-Za-z0-9_.+-]*)wf[0-9]+_a[0-9]+\Z')   # of submission_name()
 MAX_NAME_IN_QUEUE = 40
@@ -18831,36 +18828,8 @@ def startup_window_s(num_runners: int) -> int:
 
 # -------- what is asked for --------
 
-class Site(Row):
-    """What a partition gives to a job that does not say what it needs; 0: unknown."""
-    gives_whole_nodes: bool = False
-    has_default_memory: bool = True     # a job that asks for none does not get all
-    num_cpus: int = 0                   # of a node
-    memory_bytes: int = 0
-
-
-SITE_QUESTIONS = (('scontrol', '-o', 'show', 'partition'), ('scontrol', 'show', 'config'))
-
-
-def parse_site(partitions: str, config: str, partition: Optional[str]) -> Site:
-    """The Site of a partition, or of the default one, from the answers to SITE_QUESTIONS.
-
-    A partition that sets no default memory has that of the cluster (slurm.conf(5), DefMemPerCPU). With
-    select/linear all partitions give whole nodes.
-    """
-    for name, cells in parse_partition_records(partitions).items():
-        if name == partition if partition else cells.get('Default') == 'YES':
-            words = [cells.get(name, '') for name in ('DefMemPerNode', 'DefMemPerCPU')]
-            words += re.findall(r'^DefMemPer(?:Node|CPU)\s*=\s*(\S+)', config, re.MULTILINE)
-            is_linear = re.search(r'^SelectType\s*=\s*\S*linear$', config, re.MULTILINE) is not None
-            num_nodes, num_cpus = (int(cells[name]) if SLURM_NUMBER.match(cells.get(name, '')) else 0
-                                   for name in ('TotalNodes', 'TotalCPUs'))
-            memory = re.search(r'\bmem=([0-9.]+[KMGTP]?)', cells.get('TRES', ''))
-            memory_bytes = memory and parse_slurm_memory(memory.group(1)) or 0
-            return Site(is_linear or cells.get('OverSubscribe', '').startswith('EXCLUSIVE'),
-                        any(word not in ('', 'UNLIMITED', '0') for word in words) or not config,
-                        num_cpus // max(1, num_nodes), memory_bytes // max(1, num_nodes))
-    return Site()
+# Of a partition that Slurm does not tell of.
+UNKNOWN_PARTITION = NO_PARTITION._replace(cpus_per_node=MAX_INTEGER, memory_mb=MAX_INTEGER, shared=True)
 
 
 class AllocationNeeds(Row):
@@ -18871,34 +18840,24 @@ class AllocationNeeds(Row):
     runtime_s: int = 0          # of the longest
 
 
-def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, site: Site, given: Set[str],
-                     num_allocations: int) -> Dict[str, str]:
+def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, partition: Partition,
+                     given: Set[str], num_allocations: int) -> Dict[str, str]:
     """CPUs and memory of an allocation, as options of sbatch, where the scheduler does not say them.
 
     A shared node gives one CPU and little memory to who asks for nothing. Where whole nodes are given, only
     memory must be asked for, and not even that where a job gets all of it.
     """
-    has_memory = bool(scheduler.get('mem')) or any(name in given for name in MEMORY_OPTIONS)
-    has_cpus = bool(scheduler.get('ntasks_per_node')) or any(name in given for name in CPU_OPTIONS)
-    if site.gives_whole_nodes or 'exclusive' in given:
-        return {'mem': '0'} if site.has_default_memory and not has_memory else {}
-    nodes = max(1, scheduler.get('nodes') or 1)
-    rooms = [math.ceil(needs.num_jobs / (nodes * max(1, num_allocations)))]
-    if site.num_cpus:
-        rooms.append(site.num_cpus // needs.num_cpus)
-    memory_bytes = parse_memory(scheduler['mem'], 'm') if scheduler.get('mem') else site.memory_bytes
-    job_bytes = needs.memory_bytes + STEP_MEMORY_BYTES
-    if memory_bytes:
-        rooms.append((memory_bytes - RUNNER_MEMORY_BYTES) // job_bytes)
-    at_once = max(1, min(rooms))
-    found = {}
-    if not has_cpus:
-        found.update({'ntasks-per-node': '1', 'cpus-per-task': str(needs.num_cpus * at_once)})
-    if not has_memory:
-        wanted_bytes = RUNNER_MEMORY_BYTES + at_once * job_bytes
-        wanted_bytes = min(wanted_bytes, site.memory_bytes or wanted_bytes)
-        found['mem'] = f'{math.ceil(wanted_bytes / 1024 ** 2)}M'
-    return found
+    has_memory = bool(scheduler.get('mem')) or not given.isdisjoint(MEMORY_OPTIONS)
+    has_cpus = bool(scheduler.get('ntasks_per_node')) or not given.isdisjoint(CPU_OPTIONS)
+    if not partition.shared or 'exclusive' in given:
+        return {'mem': '0'} if partition.has_default_memory and not has_memory else {}
+    if scheduler.get('mem'):
+        partition = partition._replace(memory_mb=parse_memory(scheduler['mem'], 'm') // MEGABYTE)
+    shares = (scheduler.get('nodes') or 1) * num_allocations
+    jobs = ResourceClass('', needs.num_cpus, needs.memory_bytes, 0, 1, needs.runtime_s), needs.num_jobs
+    num_cpus, memory_mb, _ = size_request(partition, shares, [jobs])
+    found = {} if has_cpus else {'ntasks-per-node': '1', 'cpus-per-task': str(num_cpus)}
+    return found if has_memory else dict(found, mem=f'{memory_mb}M')
 
 
 # -------- the script --------
@@ -18963,129 +18922,72 @@ def job_name_of(submission: Submission) -> str:
     return submission_name(submission)
 
 
-def check_directive(name: str, value: Any, where: str) -> str:
-    """The value of an option as text. Refused if sbatch could take it for more than one value."""
-    text = str(value)
-    if not DIRECTIVE_VALUE.match(text):
-        raise Refused(printable(f'{where}: {name} {text!r} cannot be given to sbatch: it is empty, begins '
-                                'with a dash, or holds a blank, quote, backslash, # or control character'))
-    return text
-
-
-def is_unsuitable(option: str) -> bool:
-    """Whether an option does not go with an allocation. getopt_long(3) takes `--arr` for `--array`."""
-    return option in UNSUITABLE_OPTIONS or len(option) > 1 and any(
-        name.startswith(option) for name in UNSUITABLE_OPTIONS)
-
-
-def check_option(name: str, where: str) -> str:
-    """The name of a long option of sbatch. Refused if it is none, or would make something else of the job."""
-    option = name.lower().replace('_', '-')
-    if not DIRECTIVE_NAME.match(option):
-        raise Refused(printable(f'{where}: {name!r} is not a long option of sbatch, such as mail-user'))
-    if is_unsuitable(option):
-        raise Refused(f'{where}: --{option} does not go with an allocation: remove it')
-    return option
-
-
-def options_of_extra(extra: str, where: str) -> Set[str]:
-    """Names of the options in a scheduler's `extra`. Refused if it is more than one line of options."""
-    if not extra.isprintable():
-        raise Refused(printable(f'{where}: extra {extra!r} must be one line of options'))
+def split_extra(scheduler: Dict[str, Any]) -> List[str]:
+    """A scheduler's `extra`, as words of a command line. Refused if it cannot be one."""
     try:
-        words = shlex.split(extra)
+        return shlex.split(scheduler.get('extra') or '')
     except ValueError as error:
-        raise Refused(printable(f'{where}: extra {extra!r} cannot be read: {error}')) from None
-    if words and not words[0].startswith('-'):
-        raise Refused(printable(f'{where}: extra {extra!r} must begin with an option, such as --exclusive'))
-    names = set()
-    for word in words:
-        if word.startswith('--'):
-            names.add(word[2:].partition('=')[0])
-        elif word.startswith('-'):
-            names.add(word[1:2])
-    for name in sorted(filter(is_unsuitable, names)):
-        raise Refused(f"{where}: extra: {'--' if name[1:] else '-'}{name} does not go with an allocation: "
-                      'remove it')
-    return names
+        raise Refused(printable(f"scheduler {scheduler.get('name')}: extra {scheduler['extra']!r} cannot be "
+                                f'read: {error}')) from None
+
+
+def names_of_options(words: Sequence[str]) -> Set[str]:
+    """'--mem=4G', '-c', '2' -> 'mem', 'c'."""
+    found = (word[2:].partition('=')[0] if word.startswith('--') else word[1:2]
+             for word in words if word.startswith('-'))
+    return set(found)
 
 
 def default_options(workflow: Dict[str, Any]) -> Dict[str, Any]:
-    """Options from a workflow's slurm_defaults: text or True; False for one that is not to be written."""
-    found = {}
-    for name, value in (workflow.get('slurm_defaults') or {}).items():
-        option = check_option(name, 'slurm_defaults')
-        if isinstance(value, bool):
-            found[option] = value
-        elif isinstance(value, (str, int, float)):
-            found[option] = check_directive(option, value, 'slurm_defaults')
-    return found
+    """Options from a workflow's slurm_defaults: a value, or True; False for one that is left out."""
+    defaults = workflow.get('slurm_defaults') or {}
+    return {name.lower().replace('_', '-'): value for name, value in defaults.items()
+            if isinstance(value, (bool, str, int, float))}
 
 
-def scheduler_options(scheduler: Dict[str, Any]) -> Dict[str, str]:
-    """Options from the fields of a scheduler, in the order of the script."""
-    where = f"scheduler {scheduler.get('name') or scheduler.get('id')}"
+def scheduler_options(scheduler: Dict[str, Any]) -> Dict[str, Any]:
+    """Options from the fields of a scheduler."""
     try:
         walltime = format_walltime(parse_walltime(scheduler['walltime']))
     except ValueError as error:
-        raise Refused(printable(f'{where}: walltime {error}')) from None
+        raise Refused(printable(f"scheduler {scheduler.get('name')}: walltime {error}")) from None
     values = {'account': scheduler['account'], 'partition': scheduler.get('partition'),
               'qos': scheduler.get('qos'), 'time': walltime, 'nodes': scheduler.get('nodes') or 1,
               'ntasks-per-node': scheduler.get('ntasks_per_node'), 'mem': scheduler.get('mem'),
               'gres': scheduler.get('gres'), 'tmp': scheduler.get('tmp')}
-    return {name: check_directive(name, value, where) for name, value in values.items()
-            if value not in (None, '')}
+    return {name: value for name, value in values.items() if value not in (None, '')}
 
 
-DIRECTIVE_ORDER = ('job-name', 'comment', 'account', 'partition', 'qos', 'time', 'nodes', 'ntasks-per-node',
-                   'cpus-per-task', 'mem', 'gres', 'tmp', 'dependency', 'requeue', 'no-requeue', 'open-mode',
-                   'chdir', 'output', 'error')
-
-
-def batch_options(submission: Submission, site: Site) -> Dict[str, Any]:
-    """All options of an allocation, in the order of its script: text, or True for a switch.
+def batch_words(submission: Submission, partition: Partition) -> List[str]:
+    """The options of sbatch for an allocation. Refused for those that do not go with one.
 
     Fields of the scheduler beat slurm_defaults, and these beat what is generated; False there leaves an
-    option out.
+    option out. The scheduler's `extra` stands last, and so beats all.
     """
     settings, scheduler = submission.settings, submission.scheduler
     defaults, own = default_options(submission.workflow), scheduler_options(scheduler)
-    extra = options_of_extra(scheduler.get('extra') or '', f"scheduler {scheduler.get('name')}")
+    extra, where = split_extra(scheduler), f"scheduler {scheduler.get('name')}"
+    given = {*defaults, *own, *names_of_options(extra)}
+    for name in sorted(UNSUITABLE_OPTIONS & given):
+        raise Refused(printable(f"{where}, or slurm_defaults: {'--' if name[1:] else '-'}{name} does not go "
+                                'with an allocation: remove it'))
+    if extra and not extra[0].startswith('-'):
+        raise Refused(printable(f"{where}: extra {scheduler['extra']!r} must begin with an option, such as "
+                                '--exclusive'))
     output = os.path.join(settings['output_dir'].replace('%', '%%'),
                           f"slurm_output_wf{submission.workflow['id']}_sl%j")
     generated = {'job-name': job_name_of(submission), 'comment': submission_tag(submission),
-                 'open-mode': 'append', 'chdir': quote_directive(settings['directory']),
-                 'output': quote_directive(output + '.o'), 'error': quote_directive(output + '.e')}
-    if not {'requeue', 'no-requeue'} & {*defaults, *extra}:
+                 'open-mode': 'append', 'chdir': settings['directory'], 'output': output + '.o',
+                 'error': output + '.e'}    # type: Dict[str, Any]
+    if given.isdisjoint(('requeue', 'no-requeue')):
         generated['requeue'] = True     # else the cluster's JobRequeue decides what a lost node means
-    if scheduler.get('serialize_allocations'):
-        generated['dependency'] = 'singleton'
-    generated.update(resource_options(scheduler, submission.needs, site, {*defaults, *own, *extra},
+    generated.update(resource_options(scheduler, submission.needs, partition, given,
                                       settings.get('num_allocations') or 1))
     merged = {**generated, **defaults, **own}
-    if 'dependency' in generated:
+    if scheduler.get('serialize_allocations'):
         merged['dependency'] = 'singleton'
-    places = {name: index for index, name in enumerate(DIRECTIVE_ORDER)}
-    ordered = sorted(merged, key=lambda name: (places.get(name, len(places)), name))
-    return {name: merged[name] for name in ordered if defaults.get(name) is not False}
-
-
-def quote_directive(path: str) -> str:
-    """A path as a value of a #SBATCH line, which knows quotes as a shell does (sbatch/opt.c, 20.11).
-
-    Slurm takes a backslash in a name for an escape of its own. Refused if it holds one, or a line's end.
-    """
-    if '\\' in path or any(ord(character) < 32 or ord(character) == 127 for character in path):
-        raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds a backslash or a '
-                                'control character; use another output directory'))
-    if DIRECTIVE_VALUE.match(path):
-        return path
-    if '"' not in path:
-        return f'"{path}"'
-    if "'" not in path:
-        return f"'{path}'"
-    raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds both kinds of quotes; '
-                            'use another output directory'))
+    return [f'--{name}' if value is True else f'--{name}={value}' for name, value in merged.items()
+            if defaults.get(name) is not False] + extra
 
 
 def runner_words(submission: Submission, caller: Caller) -> List[str]:
@@ -19115,34 +19017,30 @@ def each_node_words(workflow: Dict[str, Any]) -> str:
     """
     mpi = (workflow.get('execution_config') or {}).get('srun_mpi')
     words = ['srun', '--overlap', '--wait=0', '--kill-on-bad-exit=0']
-    words += [shlex.quote(f"--mpi={check_directive('srun_mpi', mpi, 'execution_config')}")] if mpi else []
+    words += [shlex.quote(f'--mpi={mpi}')] if mpi else []
     return ' '.join(words) + (' --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
                               '--ntasks-per-node=1 --cpu-bind=none --input=none')
 
 
-def format_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
-    """The script that is given to sbatch. Refused for what cannot be written into one."""
+def format_batch_script(submission: Submission, words: Sequence[str], caller: Caller) -> str:
+    """The script that is given to sbatch with these options."""
     settings, workflow = submission.settings, submission.workflow
     if settings.get('start_one_worker_per_node') \
             and (workflow.get('execution_config') or {}).get('mode') != 'direct':
         raise Refused('start_one_worker_per_node needs mode direct in execution_config')
-    options = batch_options(submission, site)
-    lines = ['#!/bin/bash']
-    lines += [f'#SBATCH --{name}' + ('' if value is True else f'={value}') for name, value in options.items()]
-    extra = (submission.scheduler.get('extra') or '').strip()
-    lines += [f'#SBATCH {extra}'] if extra else []
-    lines += ['', f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}.",
-              '# They clash with the --mem of its steps; the last one is the mark of a runner that submits.',
-              f'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU {RUN_TAG}']
+    lines = ['#!/bin/bash',
+             f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}:",
+             '# sbatch ' + printable_line(' '.join(map(shlex.quote, words))), '',
+             '# They clash with the --mem of its steps; the last one is the mark of a runner that submits.',
+             f'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU {RUN_TAG}']
     if caller.token_file:
         lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
     program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
     if settings.get('start_one_worker_per_node'):
         program = f'{each_node_words(workflow)} \\\n    {program}'
     # exec: a signal for the batch shell, and the one before the end of the time, must reach the runner.
-    words = runner_words(submission, caller)
-    lines.append(f"exec {program} \\\n    {' '.join(map(shlex.quote, words))}")
-    return ''.join(f'{line}\n' for line in lines)
+    runner = ' '.join(map(shlex.quote, runner_words(submission, caller)))
+    return ''.join(f'{line}\n' for line in [*lines, f'exec {program} \\\n    {runner}'])
 
 
 # -------- sbatch, and what its replies mean --------
@@ -19206,13 +19104,6 @@ def judge_submission(reply: Reply) -> Dict[str, Any]:
             or reply.code > 128 and not is_usage_error:
         return {'message': message, 'retry_s': SBATCH_PAUSE_S}
     return {'message': message}
-
-
-def write_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
-    """Put an allocation's script into its output directory; its path. Refused, OSError."""
-    path = os.path.join(submission.settings['output_dir'], submission_name(submission) + '.sh')
-    write_atomically(path, os.fsencode(format_batch_script(submission, site, caller)), 0o700)
-    return path
 
 
 def pin_program(output_dir: str) -> str:
@@ -30243,7 +30134,7 @@ def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], setting
                     f"the {walltime} of scheduler {scheduler.get('name')}")
     submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
                             AllocationNeeds(), '')
-    format_batch_script(submission, Site(), Caller('', '', ''))
+    format_batch_script(submission, batch_words(submission, UNKNOWN_PARTITION), Caller('', '', ''))
 
 
 def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
@@ -30312,7 +30203,7 @@ class Submitter:
         self.refusals = []          # type: List[str]  # one for each allocation
         self.left = 0               # allocations that are neither
         self.why_left = ''          # the last failure that passes, or in whose hands they are
-        self.sites = None           # type: Optional[Callable[[Optional[str]], Site]]
+        self.partitions = None      # type: Optional[Sequence[Partition]]  # the default one first
         self.callers = {}           # type: Dict[str, Caller]  # by output directory
         self.warned = set()         # type: Set[int]  # schedulers
         self.asked_at, self.jobs = -math.inf, []    # type: float, List[OwnJob]  # the queue
@@ -30386,14 +30277,14 @@ class Submitter:
             if found is not None:
                 return {'slurm_job_id': found.id}
         try:
-            script = self.write_script(item)
+            words, script = self.write_script(item)
         except (TorcError, OSError) as error:
             message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
             return {'message': printable(message)}
         secrets = zip(('TORC_PASSWORD', 'TORC_COOKIE_HEADER'), self.session.credentials)
         variables = {**submission_variables(), **{name: value for name, value in secrets if value}}
         try:
-            reply = ask_slurm(slurm_argv('sbatch', '--parsable', script), SLURM_QUERY_S, variables)
+            reply = ask_slurm(slurm_argv('sbatch', '--parsable', *words, script), SLURM_QUERY_S, variables)
         except KeyboardInterrupt:   # sbatch is gone with it, but what it asked for may come
             self.ask('take_submission', {'ended': [
                 {'id': item.id, 'message': 'interrupted', 'retry_s': SBATCH_PAUSE_S}]})
@@ -30403,31 +30294,32 @@ class Submitter:
                 os.unlink(script)
         return judge_submission(reply)
 
-    def write_script(self, item: Submission) -> str:
-        """Put the script of an allocation into its output directory; its path. Refused, OSError."""
+    def write_script(self, item: Submission) -> Tuple[List[str], str]:
+        """Put the script of an allocation into its output directory; options of sbatch, and its path.
+
+        Refused, OSError.
+        """
         output_dir, number = item.settings['output_dir'], item.scheduler['id']
+        words = batch_words(item, self.find_partition(item))
         if number not in self.warned:
             self.warned.add(number)
             warn_of_scheduler(self.session, item)
         if output_dir not in self.callers:
             os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
             self.callers[output_dir] = caller_of(self.session.client, output_dir)
-        self.sites = self.sites or ask_site()
-        partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
-        return write_batch_script(item, self.sites(partition), self.callers[output_dir])
+        path = os.path.join(output_dir, submission_name(item) + '.sh')
+        write_atomically(path, os.fsencode(format_batch_script(item, words, self.callers[output_dir])), 0o700)
+        return words, path
 
-
-def has_unsubmitted(session: Session, workflow_id: int) -> bool:
-    """Whether there are allocations that a command is submitting, or has left when it was killed."""
-    rows = session.items('list_scheduled_compute_nodes', workflow_id=workflow_id, status='pending')
-    return any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows)
-
-
-def ask_site() -> Callable[[Optional[str]], Site]:
-    """What the partitions of this cluster give to whom asks for nothing; asked once."""
-    replies = [ask_slurm(slurm_argv(*words)) for words in SITE_QUESTIONS]
-    partitions, config = ('' if reply.code else reply.out for reply in replies)
-    return functools.partial(parse_site, partitions, config)
+    def find_partition(self, item: Submission) -> Partition:
+        """What Slurm says of the partition of an allocation."""
+        if self.partitions is None:
+            try:
+                self.partitions = ask_for_profile().partitions
+            except Refused:
+                self.partitions = ()
+        name = {**default_options(item.workflow), **item.scheduler}.get('partition')
+        return next((row for row in self.partitions if name in (None, '', row.name)), UNKNOWN_PARTITION)
 
 
 def warn_of_scheduler(session: Session, item: Submission) -> None:
@@ -30439,7 +30331,7 @@ def warn_of_scheduler(session: Session, item: Submission) -> None:
         session.report(printable('warning: in mode direct a runner uses one of the nodes that scheduler '
                                  f'{name} asks for: let it ask for 1, or give start_one_worker_per_node'))
     if scheduler.get('serialize_allocations') \
-            and {'dependency', 'd'} & options_of_extra(scheduler.get('extra') or '', ''):
+            and {'dependency', 'd'} & names_of_options(split_extra(scheduler)):
         session.report(printable(f'warning: scheduler {name}: the dependency in its extra replaces the one '
                                  'of its chain (singleton): its allocations may run side by side'))
 
