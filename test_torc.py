@@ -13627,6 +13627,8 @@ class RecordedPlanTest(unittest.TestCase):
             self.assertTrue(case.get('error'))
             return False
         self.assertTrue('error' not in case or case['spec'] in UNREADABLE_THERE)
+        written = torc.read_document(torc.format_spec(made.value, 'yaml').encode(), 'new.yaml')
+        self.assertEqual(len(made.graph.names), len(torc.read_plan(written, shared('specs'), skip_checks=True).body['jobs']))
         if 'error' in case or not {case['spec'], f"{case['spec']} {case['options']}"}.isdisjoint(PLANNED_OTHERWISE):
             return False
         shortest = min(made.classes[number].runtime_s for row in made.plan.schedulers for number in row.class_numbers)
@@ -22497,17 +22499,6 @@ class SlurmGenerateTest(WorldTest):
         for made in (self.world.path('out/w.yaml'), self.world.write('w.yaml', self.generate(spec).out)):
             found = self.assertExit(0, self.world.main('create', '--dry-run', '-f', 'json', made))
             self.assertEqual(8, json.loads(found.out)['summary']['job_count'])
-
-    def test_real_workflows_are_created_as_they_are_written(self):
-        made = 0
-        for path in sorted(glob.glob(os.path.join(shared('specs'), '*'))):
-            if path.endswith(('.yaml', '.json5', '.kdl', '.json')) and not path.endswith(('.torc.json', '.expected.json')):
-                outcome = self.world.main('slurm', 'generate', '-a', 'a', '--profile', 'kestrel', '--overwrite', path)
-                if outcome.code == 0:
-                    with self.subTest(path):
-                        self.assertExit(0, self.world.main('create', '--dry-run', self.world.write('new.yaml', outcome.out)))
-                        made += 1
-        self.assertGreaterEqual(made, 30)
 
 
 REGENERATED = """
