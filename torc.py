@@ -30906,7 +30906,8 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> int:
 #   squeue -h -o '%P|%T|%D' -p main            main|PENDING|2        all users'
 #   sbatch --test-only ...                     sbatch: Job 12 to start at 1795253334 using 4 processors ...
 
-IDLE_NODES, BUSY_NODES, LOST_NODES = ('idle',), ('mix', 'alloc', 'comp'), ('down', 'drain', 'fail', 'unk')
+NODE_STATES = (('idle_nodes', ('idle',)), ('mixed_nodes', ('mix',)), ('allocated_nodes', ('alloc', 'comp')),
+               ('down_nodes', ('down', 'drain', 'fail', 'unk')))
 START_TIME = Expression(r'to start at (\S+)')
 PARALLEL_STARTS = 10        # of many small allocations, as many are thought to wait one after another; Torc's
 
@@ -30919,8 +30920,7 @@ def count_nodes(text: str) -> Dict[str, Dict[str, int]]:
         if number is not None:
             row = counts.setdefault(name.rstrip('*'), collections.Counter())
             row['total_nodes'] += number
-            for key, words in (('idle_nodes', IDLE_NODES), ('mixed_nodes', BUSY_NODES[:1]),
-                               ('allocated_nodes', BUSY_NODES[1:]), ('down_nodes', LOST_NODES)):
+            for key, words in NODE_STATES:
                 row[key] += number * (state.lower().startswith(words) and not state.endswith('*'))
     return counts
 
@@ -30939,24 +30939,21 @@ def count_queue(text: str) -> Dict[str, Dict[str, int]]:
     return counts
 
 
-STATE_KEYS = ('total_nodes', 'idle_nodes', 'mixed_nodes', 'allocated_nodes', 'down_nodes', 'pending_jobs',
-              'pending_nodes', 'running_jobs', 'running_nodes')
+STATE_KEYS = ('partition', 'total_nodes', 'idle_nodes', 'mixed_nodes', 'allocated_nodes', 'down_nodes',
+              'pending_jobs', 'pending_nodes', 'running_jobs', 'running_nodes')
 
 
 def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
     """How full partitions are, by one call of sinfo and one of squeue."""
-    listed = ','.join(names)
-    nodes = ask_slurm(slurm_argv('sinfo', '-e', '-h', '-o', '%P|%T|%D', '-p', listed))
-    if nodes.code:
-        raise Refused(f'cannot ask Slurm how full its partitions are: {explain_reply(nodes)}; '
-                      'to plan without it: --offline')
-    queue = ask_slurm(slurm_argv('squeue', '-h', '-o', '%P|%T|%D', '-p', listed))
-    if queue.code:
-        raise Refused(f'cannot ask Slurm how long its queue is: {explain_reply(queue)}; '
-                      'to plan without it: --offline')
-    counts, waiting = count_nodes(nodes.out), count_queue(queue.out)
-    return [{'partition': name, **{key: {**counts.get(name, {}), **waiting.get(name, {})}.get(key, 0)
-                                   for key in STATE_KEYS}} for name in names]
+    replies = []
+    for program, *words in (('sinfo', '-e'), ('squeue',)):
+        replies.append(ask_slurm(slurm_argv(program, *words, '-h', '-o', '%P|%T|%D', '-p', ','.join(names))))
+        if replies[-1].code:
+            raise Refused(f'cannot ask {program} how full partitions are: {explain_reply(replies[-1])}; '
+                          'to plan without it: --offline')
+    counts, waiting = count_nodes(replies[0].out), count_queue(replies[1].out)
+    rows = [{'partition': name, **counts.get(name, {}), **waiting.get(name, {})} for name in names]
+    return [{key: row.get(key, 0) for key in STATE_KEYS} for row in rows]
 
 
 def parse_start(reply: Reply) -> Optional[float]:
@@ -31059,15 +31056,12 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> int:
 
 def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
     """How deep and how wide a workflow is."""
-    levels = find_levels(graph)
-    widths = collections.Counter(levels)
+    widths = collections.Counter(find_levels(graph))
     widest = max(sorted(widths), key=widths.__getitem__, default=0)
     return {'total_jobs': len(graph.names), 'total_instances': len(graph.names),
-            'dependency_depth': len(widths), 'max_parallelism': widths[widest] if widths else 0,
+            'dependency_depth': len(widths), 'max_parallelism': widths[widest],
             'max_parallelism_level': widest, 'resource_groups': num_groups}
 
-
-# -------- submit --------
 
 # ======== 20f. Recovery commands: sync-status, reconcile, regenerate, submit, classify ========
 #
