@@ -12016,13 +12016,13 @@ class SamplerTest(ProcTest):
     def test_jobs_are_sampled_at_the_interval_and_those_with_a_limit_when_they_can_have_reached_it(self):
         self.tree(10)
         self.tree(20, limit_mb=8 << 10)
-        sizes_mb, times = {2.0: 4 << 10, 3.0: 8000, 3.1: 100}, []
+        sizes_mb, times = {4.0: 4 << 10, 6.0: 8000, 6.1: 4 << 10}, []
         with unittest.mock.patch('torc.LOOK_SHARE', 1e9):
-            while len(times) < 9:
+            while len(times) < 6:
                 now = self.sampler.next_at
                 self.proc.process(20, session=20, size_mb=sizes_mb.get(round(now, 1), 0))
                 times.append((round(now, 2), len(self.sampler.look(now))))
-        self.assertEqual([(2.0, 0), (3.0, 0), (3.1, 0), (5.08, 0), (7.08, 0), (9.08, 0), (10.0, 2), (12.0, 0), (14.0, 0)], times)
+        self.assertEqual([(4.0, 0), (6.0, 0), (6.1, 0), (8.1, 0), (10.0, 2), (14.0, 0)], times)
         self.sampler.trees.clear()
         self.sampler.look(15.0)
         self.assertEqual(math.inf, self.sampler.next_at)

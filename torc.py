@@ -16395,7 +16395,7 @@ def format_leftovers(number: int) -> str:
 
 LEAST_LOOK_S = 0.1          # between two looks at a job with a limit
 LOOK_SHARE = 0.02           # of one CPU, at most, for these looks
-FASTEST_GROWTH = 4 << 30    # bytes a second: no job is expected to grow faster
+FASTEST_GROWTH = 2 << 30    # bytes a second: no job is expected to grow faster
 CHECK_RESTS = 50, 10        # a look at proportional sizes rests so often as long as the last one took; the
 #                             second if the job has grown beyond its limit since
 CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
