@@ -14398,11 +14398,11 @@ class StoreClient:
         """No answer."""
         raise error
 
-    def reconnect(self, wait_s: float = 0) -> None:
-        """Nothing can be done."""
-
     def ensure_connected(self, wait_s: float) -> None:
         """It is."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def rows(self, op: str, **params: Any) -> List[Dict[str, Any]]:
         """Items of a list."""
@@ -14861,11 +14861,11 @@ class ScriptedClient:
         pending.finish = lambda deadline_s=0: self.next()
         return pending
 
-    def reconnect(self, wait_s: float = 0) -> None:
-        """Nothing can be done."""
-
     def ensure_connected(self, wait_s: float) -> None:
         """It is."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class PartTest(WorldTest):
@@ -14883,13 +14883,14 @@ class PartTest(WorldTest):
         output = torc.OutputDirectory(self.world.path('out'))
         log = torc.RunLog(output, 'x.log', 'info')
         self.addCleanup(log.close)
-        self.pace = torc.Pace(options)
         return torc.NodeContext(dict({'id': 1, 'run_id': 1}, **workflow), options, output, log, self.progress)
 
     def link(self, *answers: Any, **workflow: Any) -> Any:
         """A link that has registered, to a server that answers so."""
-        self.client = ScriptedClient()
-        link = torc.ServerLink(self.context(**workflow), self.client, torc.NodeSize(2, 1 << 30, ()), self.attempts, self.pace)
+        self.client, self.launched = ScriptedClient(), {}   # type: Any, Dict[int, Any]  # children
+        link = torc.ServerLink(self.context(**workflow), self.client, types.SimpleNamespace(children=self.launched), self.attempts,
+                               torc.Ledger([torc.NodeSize(2, 1 << 30, ())], None))
+        self.pace = link.pace
         link.join(lambda wait_s: [])
         self.client.answers = list(answers)
         return link
@@ -14942,299 +14943,131 @@ NO_ANSWER = torc.Unreachable('nobody there\n  to do without: ...')
 
 
 class LinkTest(PartTest):
-    """What the link sends, keeps, and concludes from silence."""
+    """What the link sends, keeps, and concludes from silence, and when it asks: by the table of the page "Job Runners"."""
 
-    def test_the_link_has_three_states_and_no_way_from_online_to_offline(self):
-        link = self.link()
-        self.assertEqual('online', link.state)
-        for state in ('offline', 'online'):
-            self.assertRaisesRegex(ValueError, f'the link is online, and cannot become {state}', link.change, state)
-        link.change('silent')
-        link.change('offline')
-        self.assertRaises(ValueError, link.change, 'silent')
+    want, patience_s = None, 0.0    # type: Any, float
+
+    def turn(self, link: Any) -> None:
+        """What the loop does with a link in a turn."""
+        def on_answer(answer: Any) -> None:
+            for attempt in link.sent_completions:
+                self.attempts.change(attempt, 'acknowledged')
+        link.act(torc.time.monotonic())
+        torc.Runner.exchange(types.SimpleNamespace(
+            link=link, on_answer=on_answer, compose=lambda: {'want': self.want if link.has_lease else None},
+            exit_rules=types.SimpleNamespace(patience_s=lambda: self.patience_s)))
+
+    def sent(self, *keys: str) -> List[Any]:
+        """These fields of all requests."""
+        return [tuple(request.get(key) for key in keys) for request in self.client.requests]
 
     def test_what_was_sent_is_kept_until_an_answer_and_then_said_with_all_that_is_held(self):
         link = self.link(NO_ANSWER, {})
         reported = self.attempt('reported', 1)
-        self.attempt('running', 2)
-        link.started.append([2, 1, 'now'])
-        link.act(0.0)
+        running = self.attempt('running', 2)
+        running.process = unittest.mock.Mock(started_at=0.0)
+        link.report('started', [[1, 1, 'now'], [2, 1, 'now']])
+        self.turn(link)
         self.assertEqual('silent', link.state)
-        link.returned.append((3, 1))
-        link.act(link.due())
-        first, second = self.client.requests
-        self.assertEqual(([reported.completion], [[2, 1, 'now']], []), tuple(first[key] for key in ('completions', 'started', 'returned')))
-        self.assertEqual(([reported.completion], [[2, 1, 'now']], [[3, 1]]),
-                         tuple(second[key] for key in ('completions', 'started', 'returned')))
-        self.assertEqual((None, [[2, 1], [1, 1]]), (first.get('held'), second['held']))
-        self.assertEqual(('online', [], []), (link.state, link.started, link.returned))
-        self.assertEqual(['no answer from the server, trying again: nobody there',
-                          'the server answers again after 0s'], self.progress.messages)
+        link.report('returned', [(3, 1)])
+        self.turn(link)
+        self.world.wait(lambda: self.turn(link) or link.state == 'online', 10, 'the next try')
+        ended = [reported.completion]
+        self.assertEqual([(ended, [[2, 1, 'now']], [], None), (ended, [[2, 1, '1970-01-01T00:00:00.000Z']], [[3, 1]], [[2, 1], [1, 1]])],
+                         self.sent('completions', 'started', 'returned', 'held'))
+        self.assertFalse(link.has_updates)
+        self.assertEqual(['no answer from the server, trying again: nobody there', 'the server answers again after 0s'], self.progress.messages)
 
     def test_what_comes_up_while_a_request_is_out_goes_with_the_next(self):
-        link, arrived = self.link({}, {}), []   # type: Any, List[int]
-        link.call.has_answer = lambda pending: bool(arrived)
-        link.started.append('a')
-        link.act(0.0)
-        link.started.append('b')
-        self.assertTrue(link.pending and link.due() > time.monotonic() + torc.ANSWER_DEADLINE_S - 5)
-        arrived.append(1)
-        link.act(time.monotonic())
-        self.assertEqual(['b'], link.started)
-        link.report_soon(0)
-        link.act(link.due())
-        self.assertEqual([['a'], ['b']], [request['started'] for request in self.client.requests])
+        link, arrived = self.link(), []     # type: Any, List[int]
+        with unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: bool(arrived)):
+            link.report('started', ['a'])
+            self.turn(link)
+            link.report('started', ['b'])
+            self.assertTrue(link.pending and link.due() > time.monotonic() + torc.ANSWER_DEADLINE_S - 5)
+            arrived.append(1)
+            for _ in range(2):
+                self.turn(link)
+        self.assertEqual([(['a'],), (['b'],)], self.sent('started'))
 
-    def test_reports_that_end_waits_leave_a_time_to_ask_for_work_again(self):
-        with FakeClock().set() as clock:
-            link, out = self.link(*[{}] * 20), []     # type: Any, List[Any]
-            link.call.want, link.call.patience_s = lambda: {'limit': 1}, lambda: torc.IDLE_WAIT_S
-            link.call.has_answer = lambda pending: not (out and link.pace.waits_s)
-            for _ in range(6):      # of a runner that reads large files, or submits allocations
-                while not link.pace.waits_s:
+    def test_reports_that_end_a_wait_and_requests_that_cannot_be_sent_leave_a_time_to_ask_again(self):
+        out = []    # type: List[Any]
+        with FakeClock().set() as clock, unittest.mock.patch.object(
+                torc.PendingCall, 'has_answer', lambda pending: not (out and link.pace.waits_s)):
+            link, begin, self.want, self.patience_s = self.link(), self.client.begin, {'limit': 1}, torc.IDLE_WAIT_S
+            for number in range(6):
+                while not (out and link.pace.waits_s):
                     self.assertLessEqual(link.due(), clock.now + torc.IDLE_WAIT_S, 'nothing is asked any more')
                     clock.now = max(clock.now, link.due())
                     out.append(1)
-                    link.act(clock.now)
+                    self.turn(link)
                 clock.now += 1
-                link.accounting.append({'job_id': 1})
-                link.report_soon(0)
-                link.act(clock.now)
-        self.assertEqual([1] * 6, [len(request['accounting']) for request in self.client.requests if request['accounting']])
-
-    def test_a_request_that_was_to_wait_and_cannot_be_sent_is_sent_again(self):
-        with FakeClock().set() as clock:
-            link, begin = self.link(), self.client.begin
-            link.call.want, link.call.patience_s = lambda: {'limit': 1}, lambda: torc.IDLE_WAIT_S
-            link.call.has_answer = lambda pending: pending.fileno() < 0
-            link.act(clock.now)
-            with unittest.mock.patch.object(self.client, 'begin', side_effect=NO_ANSWER):
-                link.act(clock.now)
-            self.assertEqual(('silent', 1), (link.state, len(self.client.requests)))
-            clock.now = link.due()
-            link.act(clock.now)
-        self.assertEqual(('online', 2), (link.state, len(self.client.requests)))
-
-    def test_the_start_of_what_has_ended_meanwhile_is_not_sent(self):
-        link = self.link()
-        ended, running = self.attempt('reported', 1), self.attempt('running', 2)
-        link.started += [[*attempt.key, 'now'] for attempt in (ended, running)]
-        link.act(0.0)
-        self.assertEqual(([ended.completion], [[*running.key, 'now']]),
-                         tuple(self.client.requests[0][key] for key in ('completions', 'started')))
-        self.assertEqual([], link.started)
+                link.report('accounting', [number])
+                with unittest.mock.patch.object(self.client, 'begin', side_effect=NO_ANSWER if number == 3 else begin):
+                    self.turn(link)
+        self.assertEqual([[number] for number in range(6)], [rows for rows, in self.sent('accounting') if rows])
 
     def test_more_completions_than_a_request_carries_follow_at_once(self):
         link = self.link()
         for number in range(5):
             self.attempt('reported', number)
-        link.call.on_answer = lambda answer: [self.attempts.change(attempt, 'acknowledged') for attempt in link.sent_completions]
         with unittest.mock.patch.object(torc, 'MAX_COMPLETIONS_PER_REQUEST', 2):
             for _ in range(3):
                 self.assertLessEqual(link.due(), time.monotonic())
-                link.act(time.monotonic())
-        self.assertEqual([2, 2, 1], [len(request['completions']) for request in self.client.requests])
+                self.turn(link)
+        self.assertEqual([2, 2, 1], [len(completions) for completions, in self.sent('completions')])
         self.assertGreater(link.due(), time.monotonic() + 1)
 
     # The window is 1 minute, a ping 120 s: what happens at these seconds -> state, and when it asks next.
     OUTAGE = rows_of("""
         at     event      state     asks_at  starts
         0      silence    silent    0.1      yes
-        30     silence    silent    30.2     yes
-        59.9   silence    silent    60.3     yes
+        0.1    silence    silent    0.3      yes
+        0.3    silence    silent    0.7      yes
+        50     silence    silent    50.8     yes
         60     -          offline   180      no
         100    -          offline   180      no
         180    silence    offline   300      no
         300    answer     online    now      yes
         300    answer     online    305      yes
         400    silence    silent    400.1    yes
-        459    answer     online    469      yes
+        459    answer     online    now      yes
+        459    answer     online    464      yes
         500    silence    silent    500.1    yes
         560    -          offline   680      no
         """)
 
     def test_it_goes_offline_after_the_window_of_each_outage_and_starts_nothing_there(self):
         with FakeClock().set() as clock:
-            link = self.link(compute_node_wait_for_healthy_database_minutes=1)
-            link.call.has_children, began = lambda: True, clock.now
+            link, began = self.link(compute_node_wait_for_healthy_database_minutes=1), clock.now
+            self.launched[1] = None
             for row in self.OUTAGE:
                 clock.now = began + float(row['at'])
                 self.client.answers = {'silence': [NO_ANSWER], 'answer': [{}], '': []}[row['event']]
                 if row['event']:
                     link.poll_now()
                 link.lease_ends_at = clock.now + 1
-                link.act(clock.now)
+                self.turn(link)
                 link.lease_ends_at = clock.now + 1      # the server's word would still do
-                asks_at = 'now' if link.poll_at < clock.now else f'{link.poll_at - began:g}'
+                asks_at = 'now' if link.poll_at <= clock.now else f'{link.poll_at - began:g}'
                 with self.subTest(row=row):
                     self.assertEqual((row['state'], row['asks_at'], row['starts']),
                                      (link.state, asks_at, 'yes' if link.has_lease else 'no'))
 
-    # Of so many seconds. The last job ends 20 s before, or 10 s after its begin; an action may still be expected.
-    OUTAGES = (0, 1, 30, 69, 70, 71, 79, 80, 81, 89, 90, 91, 99, 100, 101, 119, 120, 144, 600, 1199, 1200, 1201, 5000)
-
-    def test_an_outage_of_any_length_is_no_idleness(self):
-        for outage_s, ended_at, pending in itertools.product(self.OUTAGES, (-20, 10), (0, 1)):
-            with self.subTest(outage_s=outage_s, ended_at=ended_at, pending=pending), FakeClock().set() as clock:
-                link, left, began = self.link(), [], clock.now      # type: Any, List[Any], float
-                link.call.has_children = lambda: True
-                link.call.on_answer = lambda answer: [self.attempts.change(attempt, 'acknowledged') for attempt in link.sent_completions]
-                parts = unittest.mock.MagicMock(link=link, reason='', end=math.inf, leave=lambda reason: left.append((reason, clock.now - began)))
-                parts.launcher.children = parts.dispatcher.policy.backlog = ()
-                parts.dispatcher.attempts = self.attempts
-                parts.dispatcher.policy.least_s, parts.actions.is_busy = 0, False
-                rules = torc.ExitRules(link.context, parts)
-                self.pace.worked_at = self.pace.ended_at = clock.now + ended_at
-                answer = {'unfinished': 2, 'claimable': True, 'pending_actions': pending}
-                idle_from = ended_at
-                while not left and clock.now < began + 9000:
-                    second = clock.now - began
-                    if second == 10 == ended_at:
-                        self.pace.on_end()
-                        self.attempt('reported')
-                        link.report_soon(0)
-                    self.client.answers = [NO_ANSWER if second < outage_s else answer]
-                    was_away = link.state != 'online'
-                    link.act(clock.now)
-                    idle_from = max(idle_from, second) if was_away and link.state == 'online' else idle_from
-                    rules.look()
-                    clock.now += 1
-                self.assertEqual(('idle', idle_from + (torc.LATE_ACTION_S if pending else 90)), left[0])
-
-    def test_no_answer_is_waited_for_when_nothing_runs_but_after_the_last_end_it_is_asked_once_more(self):
-        link = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0)
-        children = [1]
-        link.call.has_children = lambda: bool(children)
-        link.act(time.monotonic())
-        self.assertEqual(('offline', True, False), (link.state, link.due() > time.monotonic() + 60, link.is_quiet))
-        children.clear()
-        self.pace.on_end()
-        self.assertEqual((True, False), (link.is_quiet, link.has_asked))
-        link.act(time.monotonic())
-        self.assertEqual((2, True, True), (len(self.client.requests), link.is_quiet, link.has_asked))
-        link.act(time.monotonic())
-        self.assertEqual(2, len(self.client.requests))
-
-    def test_where_nothing_runs_it_says_that_the_runner_leaves(self):
-        with FakeClock().set() as clock:
-            link = self.link(NO_ANSWER, compute_node_wait_for_healthy_database_minutes=20)
-            link.act(clock.now)
-            self.assertEqual(['no answer from the server, trying again: nobody there'], self.progress.messages)
-            clock.now += 20 * 60
-            link.act(clock.now)
-        self.assertEqual('no answer from the server for 20m 00s, and nothing runs here: leaving', self.progress.messages[-1])
-
-    def test_the_server_is_looked_for_once_in_each_failed_try(self):
-        link, looks = self.link(), []   # type: Any, List[int]
-        self.client.reconnect = lambda wait_s: looks.append(1)
-        with unittest.mock.patch.object(self.client, 'ensure_connected', side_effect=NO_ANSWER):
-            link.act(0.0)
-        self.assertEqual(('silent', 0), (link.state, len(looks)), 'to connect is to look')
-        self.client.answers = [NO_ANSWER]
-        link.act(link.due())
-        self.assertEqual(('silent', 1), (link.state, len(looks)))
-
-    def test_what_ended_last_is_being_written_down_before_the_server_is_asked_once_more(self):
-        link, children = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0), [1]
-        link.call.has_children = lambda: bool(children)
-        link.act(time.monotonic())
-        link.change('online')
-        link.change('silent')
-        children.clear()
-        self.pace.on_end()
-        before = len(self.client.requests)
-        link.act(time.monotonic())      # goes offline: a part behind it sees that first
-        self.assertEqual(('offline', before, 0.0), (link.state, len(self.client.requests), link.due()))
-        link.act(link.due())
-        self.assertEqual(before + 1, len(self.client.requests))
-
-    def test_offline_what_is_due_waits_and_what_has_ended_is_held_until_an_answer(self):
-        link = self.link(NO_ANSWER, {}, compute_node_wait_for_healthy_database_minutes=0)
-        reported = self.attempt('reported', 1)
-        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
-        link.call.has_children = lambda: True
-        link.act(time.monotonic())
-        self.assertEqual(('offline', False), (link.state, link.has_lease))
-        link.poll_now()
-        link.act(time.monotonic())
-        request = self.client.requests[-1]
-        self.assertEqual((None, [reported.completion], True, 'online', 0.0),
-                         (request['want'], request['completions'], link.has_lease, link.state, link.due()))
-        link.act(time.monotonic())
-        self.assertEqual(1, self.client.requests[-1]['want']['limit'])
-
-    def test_a_database_that_another_command_has_for_a_while_ends_no_runner(self):
-        for error in (torc.Conflict('the database is in use by another torc.py'), torc.Denied('its token file cannot be read')):
-            for is_released in (False, True):
-                with self.subTest(error.message, is_released=is_released):
+    def test_what_is_no_answer_of_this_server_ends_no_runner_and_what_it_refuses_does(self):
+        for error in (torc.Conflict('the database is in use by another torc.py'), torc.Denied('its token file cannot be read'),
+                      torc.Denied('user or password is wrong', http=401)):
+            for place in ('call', 'begin', 'next')[:2 if isinstance(error, torc.Conflict) else 3]:
+                with self.subTest(error.message, place=place):
                     link = self.link({})
-                    link.is_released = is_released
-                    with unittest.mock.patch.object(self.client, 'call' if is_released else 'begin', side_effect=error):
-                        link.act(0.0)
+                    link.is_released = place == 'call'
+                    with unittest.mock.patch.object(self.client, place, side_effect=error):
+                        self.turn(link)
                     self.assertEqual('silent', link.state)
-                    link.act(link.due())
-                    link.act(link.due())
-                    self.assertEqual('online', link.state)
+                    self.world.wait(lambda: self.turn(link) or link.state == 'online', 10, 'the next try')
+        self.assertRaisesRegex(torc.Refused, 'is over', self.turn, self.link(torc.Refused('run 1 is over')))
 
-    def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
-        for shorten in (lambda link: setattr(link.context, 'last_at', time.monotonic()), lambda link: link.shorten_window(0)):
-            link = self.link(NO_ANSWER, NO_ANSWER)
-            link.act(0.0)
-            self.assertEqual('silent', link.state)
-            shorten(link)
-            link.act(link.due())
-            self.assertEqual('offline', link.state)
-
-    def test_pauses_double_while_the_server_is_silent_whatever_there_is_to_report(self):
-        link, pauses = self.link(*[NO_ANSWER] * 12), []     # type: Any, List[float]
-        for _ in range(12):
-            link.act(link.due())
-            link.report_soon(0)
-            pauses.append(round(link.due() - time.monotonic(), 1))
-        self.assertEqual([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0, 30.0], pauses)
-
-    def test_a_node_that_was_released_registers_anew_with_what_runs(self):
-        link = self.link(torc.Refused('was given up', gone=True), {})
-        self.attempt('claimed', 1)
-        running = self.attempt('running', 2)
-        running.process = unittest.mock.Mock(started_at=0.0)
-        link.call.on_released = lambda: [self.attempts.change(attempt, 'dropped') for attempt in self.attempts.of('claimed')]
-        before = link.context.node_id
-        link.act(0.0)
-        self.assertEqual('online', link.state)
-        link.act(link.due())
-        self.assertEqual((before + 1, [[2, 1]], [[2, 1, '1970-01-01T00:00:00.000Z']]),
-                         (link.context.node_id, self.client.requests[1]['held'], self.client.requests[1]['started']))
-        self.assertEqual([running], self.attempts.of())
-
-    def test_other_refusals_of_the_server_end_the_runner(self):
-        link = self.link(torc.Refused('run 1 is over'))
-        self.assertRaisesRegex(torc.Refused, 'is over', link.act, 0.0)
-
-    def test_without_a_lease_nothing_starts_or_is_claimed_until_the_server_has_answered(self):
-        link = self.link({}, {})
-        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
-        link.lease_ends_at = 0.0
-        self.assertEqual((False, True, 0.0), (link.has_lease, link.must_ask, link.due()))
-        link.act(time.monotonic())
-        self.assertEqual((True, None, []), (link.has_lease, self.client.requests[0]['want'], self.client.requests[0]['held']))
-        link.report_soon(0)
-        link.act(link.due())
-        self.assertEqual(1, self.client.requests[1]['want']['limit'])
-
-    def test_a_server_that_was_started_through_us_is_exempt_from_clean_up_once(self):
-        link, exempt = self.link(NO_ANSWER, {}), []     # type: Any, List[int]
-        link.call.exempt_children = lambda: exempt.append(1)
-        self.client.reconnect = lambda wait_s=0: setattr(self.client, 'servers_started', 1)
-        link.act(0.0)
-        link.act(link.due())
-        self.assertEqual([1], exempt)
-
-
-class BackoffTest(PartTest):
-    """When a runner asks the server, by the table of the page "Job Runners"."""
-
-    # children: from when to when there are some; work: ends (e) and claims (c) at these seconds -> when it is asked.
+    # children: from when to when there are some; work: ends (e), claims (c), actions (a) at these seconds -> when it is asked.
     WAITS = rows_of("""
         base  cap   children  work          asked
         5     300   0-        -             0 5 10 20 40 80 160 320 620 920
@@ -15245,58 +15078,35 @@ class BackoffTest(PartTest):
         5     300   never     -             0 5 10 15 20 25
         60    300   never     -             0 30 60 90 120
         300   3600  never     -             0 30 60 90
-        30    300   never     -             0 30 60 90
         5     300   0-        e100          0 5 10 20 40 80 100 105 110 120 140 180
         5     300   0-        c160          0 5 10 20 40 80 160 165 170 180 200
+        5     300   0-        a7            0 5 7 10 20 40
         5     300   0-90      e90           0 5 10 20 40 80 90 95 100 105 110
         300   3600  0-1000    e1000         0 300 600 1000 1030 1060 1090
         5     300   50-       -             0 5 10 15 20 25 30 35 40 45 50 55 65 85 125
         """)
 
-    def asked(self, row: Dict[str, str]) -> List[float]:
-        """When requests are sent, by a fake clock."""
-        wanted = row['asked'].count(' ') + 1
-        with FakeClock().set() as clock:
-            link = self.link()
-            options = torc.RunnerOptions(poll_interval_s=float(row['base']), claim_backoff_max_s=float(row['cap']))
-            link.pace = torc.Pace(options)
-            link.poll_now()
-            began, asked = clock.now, []    # type: float, List[float]
-            first, _, last = row['children'].partition('-')
-            link.call.has_children = lambda: first != 'never' and float(first) <= clock.now - began < float(last or 'inf')
-            work = [(began + float(word[1:]), word[0]) for word in row['work'].split()]
-            while len(asked) < wanted:
-                at = min([link.due()] + [at for at, _ in work])
-                clock.now = max(clock.now, at)
-                if work and at == work[0][0]:
-                    if work.pop(0)[1] == 'e':
-                        link.pace.on_end()
-                        link.report_batch()
-                    else:
-                        link.pace.on_claim()
-                before = len(self.client.requests)
-                link.act(clock.now)
-                asked += [clock.now - began] * (len(self.client.requests) - before)
-        return asked
-
-    def test_the_wait_follows_the_table(self):
+    def test_the_wait_follows_the_table_of_the_page(self):
         for row in self.WAITS:
-            with self.subTest(row):
-                self.assertEqual([float(word) for word in row['asked'].split()], self.asked(row))
-
-    def test_a_request_between_two_polls_that_is_no_progress_changes_nothing(self):
-        with FakeClock().set() as clock:
-            link = self.link()
-            link.pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5.0))
-            link.call.has_children = lambda: True
-            link.poll_now()
-            link.act(clock.now)
-            before = link.poll_at
-            link.action_results.append({'action_id': 1, 'success': True, 'message': ''})
-            link.report_soon(0)
-            clock.now += 1
-            link.act(clock.now)
-            self.assertEqual((2, before), (len(self.client.requests), link.poll_at))
+            with self.subTest(row), FakeClock().set() as clock:
+                link, asked, began = self.link(), [], clock.now     # type: Any, List[float], float
+                link.pace = torc.Pace(torc.RunnerOptions(poll_interval_s=float(row['base']), claim_backoff_max_s=float(row['cap'])))
+                link.poll_now()
+                first, _, last = row['children'].partition('-')
+                work = [(began + float(word[1:]), word[0]) for word in row['work'].split()]
+                while len(asked) <= row['asked'].count(' '):
+                    clock.now = max(clock.now, min([link.due()] + [at for at, _ in work]))
+                    self.launched.clear()
+                    if first != 'never' and float(first) <= clock.now - began < float(last or 'inf'):
+                        self.launched[1] = None
+                    if work and clock.now == work[0][0]:
+                        happens = {'e': lambda: link.pace.on_end() or link.report_batch(), 'c': link.pace.on_claim,
+                                   'a': lambda: link.report('action_results', [1])}
+                        happens[work.pop(0)[1]]()
+                    before = len(self.client.requests)
+                    self.turn(link)
+                    asked += [clock.now - began] * (len(self.client.requests) - before)
+                self.assertEqual([float(word) for word in row['asked'].split()], asked)
 
 
 # ======== 16c. Runner's parts ========
@@ -15403,14 +15213,14 @@ class JobPartsTest(PartTest):
         self.assertEqual(self.policy.stale_at(), dispatcher.due())
         with unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
             dispatcher.act(time.monotonic())
-        self.assertEqual((['j1'], [(2, 1)], math.inf), (self.starter.started, self.server.returned, dispatcher.due()))
+        self.assertEqual((['j1'], [(2, 1)], math.inf), (self.starter.started, self.server.outbox['returned'], dispatcher.due()))
         self.assertEqual({'j1': 'running'}, self.states())
 
     def test_after_the_end_of_claims_jobs_of_a_late_answer_go_back(self):
         dispatcher = self.build()
         dispatcher.close()
         self.claim(1)
-        self.assertEqual(([(1, 1)], None, {}), (self.server.returned, dispatcher.want(), self.states()))
+        self.assertEqual(([(1, 1)], None, {}), (self.server.outbox['returned'], dispatcher.want(), self.states()))
 
     def test_the_recovery_script_of_what_is_others_by_now_is_killed_or_never_begun_and_nothing_is_reported(self):
         dispatcher = self.build()
@@ -15466,7 +15276,7 @@ class JobPartsTest(PartTest):
         self.scripts.finish()
         self.actions.act(time.monotonic())
         self.assertEqual((['a'], [(1, False, 'stopped with its runner before command 2')], False),
-                         (self.scripts.commands, [tuple(row.values()) for row in self.server.action_results],
+                         (self.scripts.commands, [tuple(row.values()) for row in self.server.outbox['action_results']],
                           self.actions.is_busy))
         later = dict(one, id=3, trigger_type='on_worker_complete')
         self.actions.add([later])
@@ -15490,8 +15300,8 @@ class JobPartsTest(PartTest):
         shutdown = self.shutdown()
         shutdown.on_signal(signal.SIGTERM)
         self.assertEqual(({'j1': 'stopping', 'j2': 'stopping'}, ['j1', 'j2'], [signal.SIGTERM], [(3, 1)]),
-                         (self.states(), self.starter.stopped, self.scripts.stopped, self.server.returned))
-        self.assertEqual(('interrupt', torc.LAST_REPORT_S, False), (shutdown.context.leaving, self.server.window_s, shutdown.is_killed))
+                         (self.states(), self.starter.stopped, self.scripts.stopped, self.server.outbox['returned']))
+        self.assertEqual(('interrupt', torc.LAST_REPORT_S, False), (shutdown.context.leaving, self.server.window_ends_at, shutdown.is_killed))
         self.assertEqual([('interrupt', signal.SIGTERM)] * 2, [(attempt.stopped_for, attempt.stopped_by) for attempt in self.attempts.of()])
         self.children.kill_children.assert_not_called()
         shutdown.on_signal(signal.SIGINT)
@@ -17678,10 +17488,13 @@ class RunnerTest(RunnerCase):
         self.fail_to_register(2)
         out, away = self.world.path('out'), self.world.path('away')
 
-        def reconnect(wait_s: float = 0) -> None:
-            if not os.path.exists(away):
+        registers = self.client.call
+
+        def call(op: str, *arguments: Any, **params: Any) -> Any:
+            if op == 'create_compute_node' and not os.path.exists(away):
                 os.rename(out, away)
-        self.client.reconnect = reconnect
+            return registers(op, *arguments, **params)
+        self.client.call = call
         self.at(lambda: self.LOST in ' '.join(self.progress.messages), lambda: os.rename(away, out))
         self.assertEqual(1, self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05).completed)
         self.assertEqual([(1, 1, 0, 'completed')], self.results())
@@ -17694,8 +17507,8 @@ class RunnerTest(RunnerCase):
     def test_a_runner_that_cannot_register_can_be_interrupted(self):
         self.create('true')
         ops = self.fail_to_register(99)
-        self.client.reconnect = lambda wait_s=0: os.kill(os.getpid(), signal.SIGINT)
-        self.assertRaises(KeyboardInterrupt, self.run_it)
+        with unittest.mock.patch.object(torc.ServerLink, 'on_no_answer', lambda *_: os.kill(os.getpid(), signal.SIGINT)):
+            self.assertRaises(KeyboardInterrupt, self.run_it)
         self.assertEqual(1, ops.count('create_compute_node'))
 
     # -------- sleepers, and runners that were given up --------
@@ -18280,7 +18093,7 @@ class OfflineDrainTest(RunnerCase):
         ('exit 3', (), {}, {}, ('failed', 3), {}),
         ('exit 5', (), {'failure_handlers': [HANDLER]}, {}, ('failed', 5), {'retry': True, 'recovering': None}),
         ('sleep 60', (signal.SIGTERM,), {'execution_config': TIMES}, {}, ('terminated', 143), {'interrupted': True}),
-        ("trap '' TERM; while :; do sleep 0.05; done", (signal.SIGINT, signal.SIGINT), {}, {}, ('terminated', 137), {'interrupted': True}),
+        ("while :; do sleep 0.05; done", (signal.SIGINT, signal.SIGINT), {}, {}, ('terminated', 137), {'interrupted': True}),
         ('sleep 60', (signal.SIGTERM,), {'compute_node_wait_for_healthy_database_minutes': 20}, {}, ('terminated', 143), {'interrupted': True}),
         ('sleep 60', (), {'execution_config': TIMES}, {'lasts_s': 3.5}, ('terminated', 152), {}),
         ('sleep 60', (), {'execution_config': TIMES, 'compute_node_wait_for_healthy_database_minutes': 20}, {'lasts_s': 3.5}, ('terminated', 152), {}),
@@ -18295,9 +18108,10 @@ class OfflineDrainTest(RunnerCase):
             with self.subTest(command=command, signals=signals, workflow=workflow, options=options), \
                     unittest.mock.patch.object(torc, 'LAST_REPORT_S', 0.3):
                 self.setUp()
+                ignores = "trap '' TERM; " if len(signals) == 2 else ''
                 more = {'failure_handler': 'h'} if 'failure_handlers' in workflow else {}
                 more.update({'resource_requirements': 'r'} if 'resource_requirements' in workflow else {})
-                self.create(dict({'command': f'{self.UNTIL.format(1)}; {command}'}, **more), **dict(self.NO_WINDOW, **workflow))
+                self.create(dict({'command': f'{ignores}{self.UNTIL.format(1)}; {command}'}, **more), **dict(self.NO_WINDOW, **workflow))
                 waiting = list(signals)
                 self.asked = lambda: self.go(1) or waiting and os.kill(os.getpid(), waiting.pop())
                 options, began = dict(options), time.monotonic()
@@ -24616,6 +24430,51 @@ class PasswordServeTest(CommandTest):
         for words in (('run', spec), ('status', 1), ('--url', url, 'workflows', 'list')):
             self.assertEqual(1, self.assertExit(0, self.as_user('ann', *words)).err.count(warned))
         self.assertNotIn(warned, self.world.cli('status', 1).err)
+
+    @slow
+    def test_a_password_or_an_access_that_is_taken_away_in_the_middle_of_a_run_is_an_outage_and_kills_no_job(self):
+        self.world.serve('--auth-file', 'users', '--enforce-access-control', '--admin-user', 'bob', '--credential-cache-ttl-secs', 0)
+        job = "touch ran{0}; until test -e go{0}; do sleep 0.02; done"
+        reload = '--reload-auth', '--url', self.world.url, '--server-password', 'word of bob'
+
+        def let_in(word: str) -> None:
+            self.assertExit(0, self.world.cli('htpasswd', 'add', '-f', 'users', '-p', word, '-c', 4, 'ann', *reload, env={'TORC_USERNAME': 'bob'}))
+
+        def join(*groups: str) -> None:
+            self.assertExit(0, self.as_user('bob', 'access-groups', *groups))
+        changes = (
+            (20, lambda: let_in('another word'), lambda: let_in('word of ann'), 'user or password is wrong'),
+            (0, lambda: let_in('another word'), lambda: None, 'user or password is wrong'),
+            (20, lambda: join('remove-user', 'team', 'ann'), lambda: join('add-user', 'team', 'ann'), 'ann has no access to workflow 3, or there is none'))
+        join('create', 'team')
+        for number, (minutes, take_away, give_back, reason) in enumerate(changes, 1):
+            with self.subTest(reason=reason, minutes=minutes):
+                let_in('word of ann')
+                spec = {'name': 'w', 'jobs': [{'name': 'a', 'command': job.format(number)}, {'name': 'b', 'command': 'true', 'depends_on': ['a']}],
+                        'compute_node_wait_for_healthy_database_minutes': minutes}
+                if number == 3:
+                    join('add-user', 'team', 'ann')
+                self.assertExit(0, self.as_user('bob' if number == 3 else 'ann', 'create', self.world.write('w.json', json.dumps(spec))))
+                if number == 3:
+                    join('add-workflow', '3', 'team')
+                who = {'TORC_API_URL': self.world.url, 'TORC_USERNAME': 'ann', 'TORC_PASSWORD': 'word of ann'}
+                runner = self.world.start('run', number, '-p', 0.2, '--claim-backoff-max-secs', 0.2, '--drain-ping-interval-secs', 1, env=who)
+                self.world.wait(lambda: os.path.exists(self.world.path(f'ran{number}')), 20, 'the job', [runner])
+                take_away()
+                self.world.wait(lambda: 'does not let this runner in' in runner.err, 20, 'the refusal', [runner])
+                self.assertIn(f'the server does not let this runner in, trying again: {reason}. What runs goes on, and nothing is lost: '
+                              'give its user the access or the password back, or stop this runner', runner.err)
+                give_back()
+                if minutes:
+                    self.world.wait(lambda: 'the server answers again' in runner.err, 20, 'the answer', [runner])
+                self.world.write(f'go{number}', '')
+                if minutes:
+                    self.assertExit(0, runner.finish(), '2 completed')
+                else:
+                    self.assertExit(3, runner.finish(), '1 jobs that ended meanwhile are kept in', f'workflows reconcile {number} 1 --base-dir')
+                    let_in('word of ann')
+                    self.assertExit(0, self.as_user('ann', 'workflows', 'reconcile', number, 1, '--base-dir', self.world.path('torc_output')))
+                    self.assertExit(0, self.as_user('ann', 'run', number, '-p', 0.2), '2 completed')
 
     @slow
     def test_a_runner_leaves_what_has_the_address_of_its_server_and_another_database(self):

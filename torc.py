@@ -15307,6 +15307,13 @@ class PendingCall:
         """Descriptor that gets readable with the answer; -1 if the answer is here."""
         return -1 if self.connection is None or self.connection.is_closed else self.connection.socket.fileno()
 
+    def has_answer(self) -> bool:
+        """Whether the answer is there, or will never be."""
+        number, poll = self.fileno(), select.poll()     # select() knows no descriptors from 1024 on
+        if number >= 0:
+            poll.register(number, select.POLLIN)
+        return number < 0 or bool(poll.poll(0))
+
     def abandon(self) -> None:
         """Do without the answer."""
         if self.connection is not None:
@@ -20546,24 +20553,19 @@ def add_member(bundle: Any, name: str, file: Any) -> int:
 #
 # * What is to be sent is kept until the server has acknowledged it. The server knows it by (job, run,
 #   attempt), so that sending it twice does no harm. After an answer was lost all that is held is listed.
-# * LINK_STATES says what the link knows of the server. Only the link decides what follows from a request
-#   without an answer: children go on and are reaped, and nothing is started once the lease is over.
+# * The link is `online` (the last request was answered, or none was sent yet), `silent` (it was not: the
+#   server is asked again, at growing intervals) or `offline` (so for longer than the window). Only the link
+#   decides what follows from a request without an answer: children go on and are reaped.
 # * Who starts something asks for the lease: when it is over, as after a suspension, others may have our jobs.
 # * A request of a runner that has nothing to do may wait at the server (`wait_s`) until there is something.
 #   What comes up here meanwhile ends that: the connection is closed, and the next request lists what is held.
 #
-# When the server has been silent for the window (compute_node_wait_for_healthy_database_minutes, anew in each
-# outage) the link is offline: the page's offline drain. There is no lease then, so that nothing is claimed or
-# started, be it a job, a command of an action or a recovery script, and the server is asked now and then.
-# Whatever is not acknowledged is held in memory as before, and goes with the first request that is answered;
-# what is due starts then. OfflineDrain keeps it in a journal, too, in case that the runner ends before: it
-# then leaves without the server as soon as nothing runs here. See also Runner.has_drained.
-
-LINK_STATES = {     # what is known of the server -> what may follow
-    'online': ('silent',),              # it has answered the last request, or none was sent yet
-    'silent': ('online', 'offline'),    # it has not; it is asked again, at growing intervals
-    'offline': ('online',),             # ... for longer than the window: it is asked once in a ping interval
-}
+# The window is compute_node_wait_for_healthy_database_minutes, anew in each outage; offline is the page's
+# offline drain. There is no lease then, so that nothing is claimed or started, be it a job, a command of an
+# action or a recovery script, and the server is asked once in a ping interval. What is not acknowledged is
+# held in memory as before, and goes with the first request that is answered; what is due starts then.
+# OfflineDrain keeps it in a journal, too, in case that the runner ends before: it then leaves without the
+# server as soon as nothing runs here. See also Runner.has_drained.
 
 
 class NodeContext:
@@ -20644,6 +20646,7 @@ class Pace:
         self.is_idle = False                # ... and got none, and nothing runs here
         self.has_told = False               # the last request reported something: none that may be kept
         self.waits_s = 0.0                  # so long the server may keep the request that is out
+        self.is_back = False                # the server is, and was not asked for work yet
 
     def on_claim(self) -> None:
         """Jobs were claimed."""
@@ -20656,7 +20659,7 @@ class Pace:
 
     def on_return(self) -> None:
         """The server answers again, and hears only now of what has ended: an outage is no idleness."""
-        self.worked_at = time.monotonic()
+        self.worked_at, self.is_back = time.monotonic(), True
         self.ended_at = self.ended_at if self.ended_at == -math.inf else self.worked_at
 
     def plan_wait(self, wants: bool, tells: bool, most_s: float) -> None:
@@ -20672,7 +20675,8 @@ class Pace:
         """Until the next poll, after an answer: the regimes of the page "Job Runners". None: as planned."""
         base_s, was_idle = self.options.poll_interval_s, self.is_idle
         self.is_idle = self.has_wanted and not (answer['jobs'] or answer['is_complete'] or has_children)
-        if answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
+        is_back, self.is_back = self.is_back, False
+        if is_back or answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
             return 0.0      # the next one can wait there; otherwise the server has kept none
         if self.has_progressed:
             wait_s = self.backoff_s = base_s
@@ -20694,18 +20698,12 @@ class Pace:
         return 2 * (longest_s + ANSWER_DEADLINE_S) + more_s
 
 
-class LinkOutlets:
-    """What a link calls, set by who puts the parts together."""
-
-    def __init__(self) -> None:
-        self.has_children = lambda: False       # type: Callable[[], bool]
-        self.exempt_children = lambda: None     # type: Callable[[], Any]  # a server was started through us
-        self.has_answer = lambda pending: True  # type: Callable[[PendingCall], bool]
-        self.want = lambda: None                # type: Callable[[], Optional[Dict[str, Any]]]
-        self.patience_s = lambda: 0.0           # type: Callable[[], float]  # without work and children
-        self.held_actions = lambda: []          # type: Callable[[], List[int]]
-        self.on_released = lambda: None         # type: Callable[[], Any]  # what we had claimed is others'
-        self.on_answer = lambda answer: None    # type: Callable[[Dict[str, Any]], Any]
+def total_size(nodes: Sequence[NodeSize]) -> NodeSize:
+    """All nodes together, as a compute node says it."""
+    if len(nodes) == 1:
+        return nodes[0]
+    return NodeSize(sum(node.num_cpus for node in nodes), sum(node.memory_bytes for node in nodes),
+                    tuple(itertools.chain.from_iterable(node.devices for node in nodes)))
 
 
 def describe_node(context: NodeContext, node: NodeSize) -> Dict[str, Any]:
@@ -20724,59 +20722,61 @@ def describe_node(context: NodeContext, node: NodeSize) -> Dict[str, Any]:
     return body
 
 
-class ServerLink:
-    """What this runner has to send, kept until it is acknowledged, and what is known of the server."""
+OUTBOX = (      # what a runner has to tell, beside ends of attempts, by the names of a request's fields
+    'started',          # [job, attempt, time]
+    'returned',         # [job, attempt]: claimed, and not started
+    'action_results', 'accounting')     # rows of slurm_stats
+# What no answer is, as when nobody answers: Conflict where another command has the database of a server of
+# our own that has ended; Denied where a password was changed, access withdrawn, or a token cannot be read.
+OUTAGES = (Unreachable, Conflict, Denied)
 
-    def __init__(self, context: NodeContext, client: Any, node: NodeSize, attempts: Attempts,
-                 pace: Pace) -> None:
+
+class ServerLink(Part):
+    """What this runner has to send, kept until it is acknowledged, and what is known of the server.
+
+    Runner.exchange composes each request of what the parts say, and hands the answer to them.
+    """
+
+    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, attempts: Attempts,
+                 ledger: Ledger) -> None:
         self.context = context
         self.client = client
-        self.node = node            # all that this runner has
-        self.num_nodes = 1
+        self.launcher = launcher
         self.attempts = attempts    # those that are `reported` are to be sent
-        self.pace = pace
-        self.call = LinkOutlets()
-        self.slots = 1              # so many of the smallest jobs run here at once
-        self.servers_exempt = client.servers_started    # those from before are not our children
-        self.started = []           # type: List[List[Any]]
-        self.returned = []          # type: List[Sequence[int]]
-        self.action_results = []    # type: List[Dict[str, Any]]
-        self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
-        self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
-        self.state = 'online'
-        self.silent_since = 0.0     # monotonic; unless online
-        self.is_other = False       # ... what answers has another database: there is nothing to wait for
-        self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
-        self.ping_interval_s = context.options.ping_interval_s
+        self.ledger = ledger
+        self.pace = Pace(context.options)
         self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
-        self.error = ''
-        self.retry_s = RETRY_FIRST_S
-        self.is_doubtful = False    # what the server knows of us may not be what we know: we list all
+        self.servers_exempt = client.servers_started    # those from before are not our children
+        self.outbox = {kind: [] for kind in OUTBOX}     # type: Dict[str, List[Any]]
+        # of the server
+        self.state = 'online'       # see above
+        self.silent_since = 0.0     # monotonic; unless online
+        self.error = Unreachable('')    # type: TorcError  # of the last try in vain
+        self.retries = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
         self.times_opened = 0       # the connections of our client when it was last asked
+        self.is_doubtful = False    # what the server knows of us may not be what we know: we list all
         self.is_released = False    # the server has released this node: it must register anew
-        self.pending = None         # type: Optional[PendingCall]
-        self.sent = {}              # type: Dict[str, List[Any]]
-        self.sent_completions = []  # type: List[Attempt]
-        self.turn = 0               # number of the last request
-        self.promised_until = 0.0   # end of the lease that the last request asked for, by Clocks.running
-        self.lease_ends_at = 0.0    # ... of the last one that was answered
-        self.poll_at = 0.0          # monotonic; the next request by the rules of waiting
-        self.report_at = math.inf   # monotonic; the next request because there is something to send
-        self.sent_at = 0.0
-        self.is_poll = False        # the request that is out is one by the rules of waiting
-        self.asks_survey = False    # ... asks which jobs will never run here
-        self.has_survey = False     # the server has said it
+        self.lease_ends_at = 0.0    # of the last request that was answered, by Clocks.running
         self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
                        'jobs_by_status': {}}    # type: Dict[str, Any]  # the last one
         self.num_answers = 0
+        # of requests; times are monotonic
+        self.pending = None         # type: Optional[PendingCall]
+        self.request = {}           # type: Dict[str, Any]  # the last one
+        self.sent_completions = []  # type: List[Attempt]  # ... that it carries
+        self.turn = 0               # ... its number
+        self.sent_at = 0.0
+        self.is_poll = False        # ... it is one by the rules of waiting
+        self.promised_until = 0.0   # ... the end of the lease that it asks for, by Clocks.running
+        self.poll_at = 0.0          # the next one by the rules of waiting
+        self.report_at = math.inf   # the next one because there is something to send
 
     # ---- what others ask and say ----
 
     @property
     def has_updates(self) -> bool:
         """Whether there is something to send, or a request is still out."""
-        return bool(self.pending or self.started or self.returned or self.action_results
-                    or self.accounting or self.attempts.by_state['reported'])
+        return bool(self.pending or self.attempts.by_state['reported'] or any(self.outbox.values()))
 
     @property
     def has_lease(self) -> bool:
@@ -20784,13 +20784,21 @@ class ServerLink:
         return self.state != 'offline' and read_clocks().running < self.lease_ends_at
 
     @property
-    def must_ask(self) -> bool:
-        """Whether the server must be asked before anything starts, and is not silent."""
-        return self.pending is None and self.state == 'online' and not self.has_lease
+    def is_over(self) -> bool:
+        """Whether the server is away for too long, and there is nothing to wait for: nothing runs here, and
+        since the last job ended it was asked in vain, or there is no time for it."""
+        has_asked = self.pending is None and self.sent_at > self.pace.ended_at
+        return self.state == 'offline' and not self.launcher.children and (
+            has_asked or time.monotonic() >= self.context.last_at)
 
     def poll_now(self) -> None:
         """Ask as soon as possible."""
         self.poll_at = 0.0
+
+    def report(self, kind: str, rows: Sequence[Any], delay_s: float = 0.0) -> None:
+        """Send rows of the outbox within so many seconds."""
+        self.outbox[kind] += rows
+        self.report_soon(delay_s)
 
     def report_soon(self, delay_s: float) -> None:
         """Send what there is within so many seconds. While the server is silent its own pace counts."""
@@ -20799,20 +20807,15 @@ class ServerLink:
 
     def report_batch(self) -> None:
         """The same for a completion: at once where slots would stay empty, else with those that follow."""
-        has_work = len(self.attempts.by_state['claimed']) >= self.slots
+        has_work = len(self.attempts.by_state['claimed']) >= self.ledger.slots
         self.report_soon(max(0.0, self.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
 
     def give_back(self, attempts: Sequence[Attempt]) -> None:
         """Claimed jobs that are not started: others may have them."""
         for attempt in attempts:
             self.attempts.change(attempt, 'returned')
-        self.returned += [attempt.key for attempt in attempts]
         if attempts:
-            self.report_soon(0)
-
-    def shorten_window(self, window_s: float) -> None:
-        """Try no longer than so many seconds to reach a silent server."""
-        self.window_s = min(self.window_s, window_s)
+            self.report('returned', [attempt.key for attempt in attempts])
 
     # ---- among the workflow's compute nodes ----
 
@@ -20821,21 +20824,20 @@ class ServerLink:
         while True:
             try:
                 self.register()
-                break
+                return self.set_online()
             except Unreachable as error:
                 self.on_no_answer(error)
-                if self.state == 'offline':
-                    raise
-            pause_s = min(self.retry_s, self.window_ends_at - time.monotonic())
-            if set(wait(max(0.0, pause_s))) - {signal.SIGCHLD}:
+            self.act(time.monotonic())
+            if self.state == 'offline':
+                raise self.error
+            if set(wait(max(0.0, self.due() - time.monotonic()))) - {signal.SIGCHLD}:
                 raise KeyboardInterrupt
-        self.set_online()
 
     def register(self) -> None:
         """Become one of the workflow's compute nodes."""
-        context, options, node = self.context, self.context.options, self.node
-        body = dict(describe_node(context, node), num_nodes=self.num_nodes, lease_s=self.pace.lease_s(),
-                    identity=self.identity)
+        context, options, node = self.context, self.context.options, total_size(self.ledger.nodes)
+        body = dict(describe_node(context, node), num_nodes=len(self.ledger.nodes),
+                    lease_s=self.pace.lease_s(), identity=self.identity)
         lease_ends_at = read_clocks().running + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
         context.node_id, self.times_opened = created['id'], self.client.times_opened
@@ -20854,21 +20856,18 @@ class ServerLink:
                           execution_mode='Slurm' if context.in_steps else 'Direct',
                           limit_resources=str(context.config['limit_resources']).lower())
 
-    def register_again(self) -> bool:
+    def register_again(self) -> None:
         """The server has released this node, as its lease was over: become another, with what runs here."""
         old = self.context.node_id
-        try:
-            self.register()
-        except (Unreachable, Conflict, Denied) as error:
-            self.on_no_answer(error)
-            return False
-        self.is_released, self.is_doubtful, self.started, self.returned = False, True, [], []
-        self.call.on_released()
+        self.register()
+        self.is_released, self.is_doubtful = False, True
+        for attempt in self.attempts.of('claimed'):     # others have them
+            self.attempts.change(attempt, 'dropped')
+        self.outbox.update(started=[], returned=[])
         self.context.say(
             f'the server had released compute node {old}, whose lease was over; this runner continues as '
             f'compute node {self.context.node_id}, with {self.attempts.count(*STARTED)} running jobs',
             'warning')
-        return True
 
     def leave(self, had_failures: bool, had_terminations: bool, figures: Dict[str, Any]) -> None:
         """Take ourselves off the list of nodes; `figures` are fields of ours that are known now."""
@@ -20887,84 +20886,88 @@ class ServerLink:
 
     # ---- requests and answers ----
 
+    @property
+    def ask_at(self) -> float:
+        """When the next request is to be sent (monotonic): at once if nothing may start before, or nothing is
+        left to wait for but the server."""
+        if self.pending is not None:
+            return math.inf
+        if self.state == 'online' and not self.has_lease:
+            return 0.0
+        if self.state == 'offline' and not (self.launcher.children or self.is_over):
+            return 0.0
+        return min(self.poll_at, self.report_at)
+
     def due(self) -> float:
         """When a request is to be sent, or its answer is overdue. The loop watches for the answer itself."""
-        window_ends_at = self.window_ends_at if self.state == 'silent' else math.inf
-        if self.pending is not None:
-            sooner_at = min(self.poll_at, self.report_at) if self.pace.waits_s else math.inf
-            return min(self.sent_at + self.pace.answer_s(), window_ends_at, sooner_at)
-        is_last = self.is_quiet and not self.has_asked
-        return 0.0 if self.must_ask or is_last else min(self.poll_at, self.report_at, window_ends_at)
+        late_at = self.window_ends_at if self.state == 'silent' else math.inf
+        if self.pending is None:
+            return min(self.ask_at, late_at)
+        sooner_at = min(self.poll_at, self.report_at) if self.pace.waits_s else math.inf
+        return min(self.sent_at + self.pace.answer_s(), late_at, sooner_at)
 
     def act(self, now: float) -> None:
-        """Send one request if it is time, and take its answer in if it is there."""
-        was_offline = self.state == 'offline'
-        self.look_at_window(now)
-        # A last time, which may take seconds: by then a journal is being written.
-        if was_offline and self.is_quiet and not self.has_asked and now < self.context.last_at:
-            self.poll_now()
-        is_due = now >= min(self.poll_at, self.report_at)
-        if self.pending and self.pace.waits_s and is_due and not self.call.has_answer(self.pending):
-            # Something has come up while the server keeps our request: ask anew, and say what we hold.
-            self.pending.abandon()
+        """See whether the server is silent for too long, or keeps a request though something has come up."""
+        if self.state == 'silent' and now >= self.window_ends_at:
+            self.go_offline(now)
+        if self.pending and self.pace.waits_s and now >= min(self.poll_at, self.report_at) \
+                and not self.pending.has_answer():
+            self.pending.abandon()      # the next one lists what we hold
             self.pending, self.pace.waits_s, self.poll_at, self.is_doubtful = None, 0.0, now, True
-        if self.must_ask or self.pending is None and is_due:
-            self.begin()
-        if self.pending is not None:
-            has_answer = self.call.has_answer(self.pending)
-            if has_answer or now >= self.sent_at + self.pace.answer_s():
-                self.finish(READ_DEADLINE_S if has_answer else 0.0)
 
-    def begin(self) -> None:
-        """Send one runner_sync: all updates, the wanted work, due actions. After our lease only what we hold.
+    def open(self) -> bool:
+        """Before a request is composed: see that there is a connection, and that we are registered."""
+        self.sent_at = time.monotonic()
+        try:
+            self.client.ensure_connected(RECONNECT_S)
+            if self.is_released:
+                self.register_again()
+        except OUTAGES as error:
+            self.on_no_answer(error)
+            return False
+        finally:
+            self.exempt_server()
+        # Behind a new connection may be a server that is back as an older copy.
+        is_new, self.times_opened = self.client.times_opened != self.times_opened, self.client.times_opened
+        self.is_doubtful = self.is_doubtful or is_new or not self.has_lease
+        return True
+
+    def send(self, body: Dict[str, Any], patience_s: float) -> None:
+        """Send one runner_sync, with all updates. The server may keep one that finds no work for a while.
 
         The children need us: the answer is fetched when it is there.
         """
-        self.sent_at = now = time.monotonic()
-        if not self.connect() or self.is_released and not self.register_again():
-            return
-        context = self.context
-        self.is_poll = now >= self.poll_at
-        self.is_doubtful = self.is_doubtful or not self.has_lease
-        want = self.call.want() if self.has_lease else None
-        self.report_at = math.inf
-        self.asks_survey = want is not None and not self.has_survey
-        patience_s = 0.0 if self.is_doubtful else self.call.patience_s()
-        self.pace.plan_wait(want is not None, self.has_updates, patience_s)
-        body = self.updates()
+        context, lease_s = self.context, self.pace.lease_s()
+        self.is_poll, self.report_at = self.sent_at >= self.poll_at, math.inf
+        self.pace.plan_wait(body['want'] is not None, self.has_updates,
+                            0.0 if self.is_doubtful else patience_s)
         self.turn += 1
-        lease_s = self.pace.lease_s()
         self.promised_until = read_clocks().running + lease_s
-        body.update(
-            # In an older copy of its database the server may give our node's id to another runner.
-            compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
-            run_id=context.run_id, turn=self.turn, lease_s=lease_s,
-            want=want, actions=list(self.triggers), survey=self.asks_survey,
-            submits=context.submits, explain=self.is_poll or not self.call.has_children())
+        # In an older copy of its database the server may give our node's id to another runner: `identity`.
+        body.update(self.updates(), compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
+                    run_id=context.run_id, turn=self.turn, lease_s=lease_s,
+                    explain=self.is_poll or not self.launcher.children)
         if self.is_doubtful:    # what else the server thinks that we have is not so
             body['held'] = [attempt.key for attempt in self.attempts.of()]
-            body['held_actions'] = self.call.held_actions()
         if self.pace.waits_s:
             body['wait_s'], self.poll_at, self.is_poll = self.pace.waits_s, math.inf, True
+        self.request = body
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
-        except (Unreachable, Conflict, Denied) as error:    # see connect()
+        except OUTAGES as error:
             self.on_no_answer(error)
-        self.exempt_server()
 
-    def connect(self) -> bool:
-        """See that there is a connection. Behind a new one may be a server that is back as an older copy."""
-        try:
-            self.client.ensure_connected(RECONNECT_S)
-        # Conflict: another command has the database of our own server, which has ended. Denied: the file of
-        # its connection or token cannot be read now.
-        except (Unreachable, Conflict, Denied) as error:
-            self.on_no_answer(error, has_looked=True)
-            return False
-        self.is_doubtful = self.is_doubtful or self.client.times_opened != self.times_opened
-        self.times_opened = self.client.times_opened
-        return True
+    def updates(self) -> Dict[str, Any]:
+        """What has happened here and is not acknowledged, as far as one request carries it."""
+        self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
+        ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
+        sent = {kind: rows[:MAX_COMPLETIONS_PER_REQUEST] for kind, rows in self.outbox.items()}
+        starts = sent['started'] + (self.all_starts() if self.is_doubtful else [])
+        started = {tuple(start[:2]): start for start in starts}     # type: Dict[Any, List[Any]]
+        self.sent = {kind: len(rows) for kind, rows in sent.items()}
+        return dict(sent, completions=[attempt.completion for attempt in self.sent_completions],
+                    started=[start for key, start in started.items() if key not in ended])
 
     def all_starts(self) -> List[List[Any]]:
         """Of all attempts that have begun here and are not acknowledged."""
@@ -20972,135 +20975,100 @@ class ServerLink:
         return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun
                 if attempt.process]
 
-    def updates(self) -> Dict[str, Any]:
-        """What has happened here and is not acknowledged, as far as one request carries it."""
-        self.sent = {'started': self.started[:], 'returned': self.returned[:],
-                     'action_results': self.action_results[:],
-                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST]}
-        self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
-        ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
-        starts = self.started + (self.all_starts() if self.is_doubtful else [])
-        started = {tuple(start[:2]): start for start in starts}     # type: Dict[Any, List[Any]]
-        return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
-                    started=[start for key, start in started.items() if key not in ended])
-
-    def finish(self, deadline_s: float) -> None:
-        """Fetch the answer, and take it in. Errors that no later request would cure pass."""
-        pending, self.pending = self.pending, None
-        self.pace.waits_s = 0.0
+    def receive(self, now: float) -> Optional[Dict[str, Any]]:
+        """The answer to the request that is out, once it is there. What no other would cure passes."""
+        if self.pending is None:
+            return None
+        has_answer = self.pending.has_answer()
+        if not has_answer and now < self.sent_at + self.pace.answer_s():
+            return None
+        pending, self.pending, self.pace.waits_s = self.pending, None, 0.0
         try:
-            answer = pending.finish(deadline_s)
-        except Unreachable as error:
+            answer = pending.finish(READ_DEADLINE_S if has_answer else 0.0)     # type: Dict[str, Any]
+        except (Unreachable, Denied) as error:
             self.on_no_answer(error)
-            return
+            return None
         except Refused as error:
             if not error.details.get('gone'):
                 raise
             self.is_released, self.poll_at, self.sent_at = True, 0.0, -math.inf     # not in vain: ask anew
-            return
-        self.is_doubtful, self.retry_s, was_offline = False, RETRY_FIRST_S, self.state == 'offline'
-        self.lease_ends_at = self.promised_until
-        for name, items in self.sent.items():
-            del getattr(self, name)[:len(items)]    # what came up meanwhile stays
+            return None
+        self.is_doubtful, self.lease_ends_at = False, self.promised_until
+        for kind, count in self.sent.items():
+            del self.outbox[kind][:count]       # what came up meanwhile stays
         self.set_online()
-        self.on_answer(answer)
-        wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children(), answer)
+        self.answer, self.num_answers = answer, self.num_answers + 1
+        return answer
+
+    def plan(self, answer: Dict[str, Any]) -> None:
+        """Plan the next request, now that the parts have taken an answer in."""
+        wait_s = self.pace.next_wait_s(self.is_poll, bool(self.launcher.children), answer)
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
-        if was_offline:     # this request wanted nothing
-            self.poll_now()
-        if self.attempts.by_state['reported'] or self.accounting:  # more than one carries
+        if self.attempts.by_state['reported'] or self.outbox['accounting']:     # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
-
-    def on_answer(self, answer: Dict[str, Any]) -> None:
-        """Show what concerns people, and pass the answer on."""
-        self.answer = answer
-        self.num_answers += 1
-        self.has_survey = self.has_survey or self.asks_survey
-        self.call.on_answer(answer)
-        is_idle = not (answer['jobs'] or answer['is_complete'] or self.call.has_children())
+        is_idle = not (answer['jobs'] or answer['is_complete'] or self.launcher.children)
         if is_idle and answer.get('reason'):
             self.context.say_once(answer['reason'], 'No jobs claimed: ')
 
     # ---- a server that does not answer ----
 
-    def change(self, state: str) -> None:
-        """The only way to another state; ValueError if it may not follow."""
-        if state not in LINK_STATES[self.state]:
-            raise ValueError(f'the link is {self.state}, and cannot become {state}')
-        self.state = state
-
     def set_online(self) -> None:
         """The server has answered."""
+        self.retries.reset()
         if self.state != 'online':
-            self.change('online')
+            self.state = 'online'
             self.pace.on_return()
             elapsed = format_elapsed(time.monotonic() - self.silent_since)
             self.context.say(f'the server answers again after {elapsed}')
             if self.context.variables:      # its address may be another one now, for jobs that ask it
                 self.context.variables['TORC_API_URL'] = self.client.url
 
-    def on_no_answer(self, error: TorcError, has_looked: bool = False) -> None:
-        """Children go on; wake a server of our own that has died, unless that was tried just now; ask again
-        until the window is over.
-        """
-        self.is_doubtful, self.error, self.is_other = True, error.message, 'is_other' in error.details
-        is_new = self.state == 'online'
-        if is_new:
-            self.change('silent')
-            self.silent_since = time.monotonic()
-        else:
-            self.retry_s = min(2 * self.retry_s, RETRY_MAX_S)
-        try:
-            if not has_looked:
-                self.client.reconnect(RECONNECT_S)
-        except (Unreachable, Conflict, Denied) as again:
-            self.error = again.message
-        self.exempt_server()
-        now = time.monotonic()
-        self.poll_at = now + (self.ping_interval_s if self.state == 'offline' else self.retry_s)
-        if is_new:
-            reason = self.error.partition('\n')[0]      # the rest says how to do without this server
-            self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
-        self.look_at_window(now)
+    def on_no_answer(self, error: TorcError) -> None:
+        """Children go on, and the server is asked again: a new connection finds one that is back."""
+        self.is_doubtful, self.error, now = True, error, time.monotonic()
+        is_denied, reason = isinstance(error, Denied), error.message.partition('\n')[0]
+        if is_denied:
+            self.client.close()
+        if self.state == 'online':
+            self.state, self.silent_since = 'silent', now
+            if is_denied:
+                self.context.say(f'the server does not let this runner in, trying again: {reason}. What runs '
+                                 'goes on, and nothing is lost: give its user the access or the password '
+                                 'back, or stop this runner and start it with what is valid now', 'warning')
+            else:       # its further lines say how to do without this server
+                self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
+        wait_s = self.retries.take()
+        self.poll_at = now + (self.context.options.ping_interval_s if self.state == 'offline' else wait_s)
 
     @property
     def window_ends_at(self) -> float:
         """When a server that is silent has been so for too long (monotonic)."""
-        return min(self.silent_since + self.window_s * (not self.is_other), self.context.last_at)
+        window_s = self.context.setting('compute_node_wait_for_healthy_database_minutes') * 60
+        if self.context.leaving in SIGNAL_REASONS:
+            window_s = min(window_s, LAST_REPORT_S)
+        if 'is_other' in self.error.details:    # what answers has another database: it is not waited for
+            window_s = 0
+        return min(self.silent_since + window_s, self.context.last_at)
 
-    def look_at_window(self, now: float) -> None:
+    def go_offline(self, now: float) -> None:
         """The page's offline drain begins when the window is over, or our own time."""
-        if self.state == 'silent' and now >= self.window_ends_at:
-            self.change('offline')
-            self.poll_at = now + self.ping_interval_s
-            self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
-                                   'warning', running=self.attempts.count(*STARTED),
-                                   unreported=self.attempts.count('reported'))
-            if not self.call.has_children():
-                elapsed = format_elapsed(now - self.silent_since)
-                self.context.say(f'no answer from the server for {elapsed}, and nothing runs here: leaving',
-                                 'warning')
-            elif self.context.options.drains:
-                self.context.say('no job is started until the server is back, which is asked every '
-                                 f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the server is away for too long, and no child is left."""
-        return self.state == 'offline' and not self.call.has_children()
-
-    @property
-    def has_asked(self) -> bool:
-        """Whether the server was asked in vain since the last job ended, or there is no time for it."""
-        is_late = time.monotonic() >= self.context.last_at
-        return is_late or self.pending is None and self.sent_at > self.pace.ended_at
+        context = self.context
+        self.state, self.poll_at = 'offline', now + context.options.ping_interval_s
+        context.log.write('Server unreachable past the retry window: entering offline-drain mode.', 'warning',
+                          running=self.attempts.count(*STARTED), unreported=self.attempts.count('reported'))
+        if not self.launcher.children:
+            elapsed = format_elapsed(now - self.silent_since)
+            context.say(f'no answer from the server for {elapsed}, and nothing runs here: leaving', 'warning')
+        elif context.options.drains:
+            context.say('no job is started until the server is back, which is asked every '
+                        f'{context.options.ping_interval_s:g} s; what runs goes on', 'warning')
 
     def exempt_server(self) -> None:
         """A server that was started through us has become our child, but it is no job's."""
         if self.client.servers_started != self.servers_exempt:
             self.servers_exempt = self.client.servers_started
-            self.call.exempt_children()
+            self.launcher.exempt_children()
 
 
 class OfflineDrain(Part):
@@ -21138,7 +21106,7 @@ class OfflineDrain(Part):
 
     def close(self) -> None:
         """The runner leaves: keep all that is not acknowledged, and, without the server, that it has left."""
-        is_away = self.link.state == 'offline' and (self.path or self.link.action_results)
+        is_away = self.link.state == 'offline' and (self.path or self.link.outbox['action_results'])
         if is_away or self.attempts.count('recovering', 'reported'):
             self.keep(is_last=True)
 
@@ -21148,7 +21116,7 @@ class OfflineDrain(Part):
         if self.path and not os.path.exists(self.path):     # it was removed, with what was in it
             self.path, self.kept = '', {}
         attempts = self.attempts.of('recovering', 'reported') if is_last else self.unkept()
-        actions = link.action_results if is_last else []
+        actions = link.outbox['action_results'] if is_last else []
         left_at = int(time.time()) if is_last and link.state == 'offline' else None
         runner = context.node_id, socket.gethostname(), os.getpid(), link.identity, left_at
         allocation, path = context.allocation, self.path
@@ -21176,7 +21144,8 @@ class OfflineDrain(Part):
     def entry(self, attempt: Attempt, is_last: bool) -> Dict[str, Any]:
         """A completion, as the journal has it."""
         context = self.context
-        accounts = (row for row in self.link.accounting if (row['job_id'], row['attempt_id']) == attempt.key)
+        accounts = (row for row in self.link.outbox['accounting']
+                    if (row['job_id'], row['attempt_id']) == attempt.key)
         completion = dict(attempt.completion, accounting=next(accounts, None), job_name=attempt.name,
                           database_id=context.output.database_id,
                           recovering=attempt.state == 'recovering' and not is_last)
@@ -21509,13 +21478,13 @@ class Actions(Part):
         action, self.index = self.queue.popleft(), 0
         if action['persistent']:
             self.done.append(action['id'])
-        self.link.action_results.append({'action_id': action['id'], 'success': success, 'message': message})
+        self.link.report('action_results', [
+            {'action_id': action['id'], 'success': success, 'message': message}])
         word, level = ('completed', 'info') if success else ('failed', 'error')
         self.context.log.write(f'Action {word}: {message}', level, action_id=action['id'])
         if not success:
             text = f"action {action['id']} ({action['trigger_type']}): {message}"
             self.context.progress.on_message(printable(text))
-        self.link.report_soon(0)
 
 
 class OutputCap:
@@ -21880,8 +21849,7 @@ class Dispatcher(Part):
         self.completions.measure.add(attempt)
         if timeout_s:
             attempt.limit_at = process.started + timeout_s
-        self.link.started.append([attempt.id, attempt.attempt_id, format_time(process.started_at)])
-        self.link.report_soon(START_REPORT_S)
+        self.link.report('started', [[*attempt.key, format_time(process.started_at)]], START_REPORT_S)
         context.log.write('Job started', workflow_id=context.workflow_id, job_id=attempt.id,
                           run_id=context.run_id, compute_node_id=context.node_id,
                           attempt_id=attempt.attempt_id, pid=process.pid)
@@ -21944,11 +21912,6 @@ class Dispatcher(Part):
             self.context.log.write('Job timeout', 'warning', **self.context.names(attempt))
         if overdue:
             self.starter.stop(overdue, self.context.config['sigterm_lead_seconds'])
-
-    def drop_claims(self) -> None:
-        """What was not started is others' now."""
-        for attempt in self.attempts.of('claimed'):
-            self.attempts.change(attempt, 'dropped')
 
     def close(self) -> None:
         """Claim and start nothing more."""
@@ -23137,10 +23100,6 @@ class Wakeup:
             poll.register(number, select.POLLIN)
         return {number for number, _ in poll.poll(math.ceil(timeout_s * 1000))}
 
-    def has_answer(self, pending: PendingCall) -> bool:
-        """Whether the answer to a request is there, or will never be."""
-        return pending.fileno() < 0 or bool(self.readable([pending.fileno()], 0))
-
     def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
         """Wait for a signal, the answer to a request, or the timeout; which signals came."""
         number = -1 if pending is None else pending.fileno()
@@ -23285,7 +23244,6 @@ class Shutdown(Part):
         if reason not in SIGNAL_REASONS:
             return
         self.context.stop_at = math.inf
-        self.link.shorten_window(LAST_REPORT_S)
         self.actions.stop()
         if has_begun:
             self.scripts.stop(self.context.stop_signal, lead_s)
@@ -23507,14 +23465,6 @@ def limit_size(size: NodeSize, options: RunnerOptions) -> NodeSize:
     return NodeSize(options.num_cpus or size.num_cpus, memory_bytes, devices)
 
 
-def total_size(nodes: Sequence[NodeSize]) -> NodeSize:
-    """All nodes together, as a compute node says it."""
-    if len(nodes) == 1:
-        return nodes[0]
-    return NodeSize(sum(node.num_cpus for node in nodes), sum(node.memory_bytes for node in nodes),
-                    tuple(itertools.chain.from_iterable(node.devices for node in nodes)))
-
-
 class Runner:
     """One node's work for one workflow: puts the parts together, and turns the loop. See `run`."""
 
@@ -23528,11 +23478,8 @@ class Runner:
         context.in_steps = choose_mode(context)
         nodes = runner_nodes(context, num_gpus)
         context.submits = context.allocation is not None and has_slurm_program('sbatch')
-        self.attempts = Attempts()
-        self.pace = Pace(options)
-        self.link = link = ServerLink(context, client, total_size(nodes), self.attempts, self.pace)
-        link.num_nodes = len(nodes)
-        ledger = Ledger(nodes, options.max_parallel_jobs)
+        self.attempts, ledger = Attempts(), Ledger(nodes, options.max_parallel_jobs)
+        self.link = link = ServerLink(context, client, launcher, self.attempts, ledger)
         self.policy = ClaimPolicy(context, ledger, self.attempts)
         self.starter = starter = SlurmStarter(context, launcher, ledger) if context.in_steps \
             else DirectStarter(context, launcher)     # type: Any
@@ -23548,8 +23495,10 @@ class Runner:
         self.exit_rules = ExitRules(context, self.shutdown)
         self.allocation_watch = AllocationWatch(context, launcher)
         self.drain = OfflineDrain(context, link)
-        self.connect_link()
-        self.parts = [
+        self.view = ProgressView(context, link)
+        self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
+        self.has_survey = False     # the server has said which jobs will never run here
+        self.parts = [              # in the order of a turn; then comes the exchange with the server
             launcher,
             starter,
             *filter(None, [self.accounting]),
@@ -23560,35 +23509,9 @@ class Runner:
             self.completions,
             self.actions,
             self.dispatcher,
-            self.drain,             # writes while the link looks for the server
             link,
-            self.actions,           # again: what an answer brings starts in the same turn
-            self.dispatcher,
-            ProgressView(context, link),
+            self.drain,
         ]
-
-    def connect_link(self) -> None:
-        """Set where the link finds what it sends, and who gets what comes."""
-        call, self.link.slots = self.link.call, self.policy.ledger.slots
-        call.has_children = lambda: bool(self.launcher.children)
-        call.exempt_children = self.launcher.exempt_children
-        call.has_answer = self.wakeup.has_answer
-        call.want, call.patience_s = self.dispatcher.want, self.exit_rules.patience_s
-        call.held_actions = self.actions.ids
-        call.on_released = self.dispatcher.drop_claims
-        call.on_answer = self.on_answer
-
-    def on_answer(self, answer: Dict[str, Any]) -> None:
-        """Hand an answer to the parts that it concerns: first of all what is ours no longer."""
-        self.dispatcher.revoke(answer.get('revoked', ()))   # older servers do not say it
-        self.actions.revoke(answer.get('revoked_actions', ()))
-        for notice in answer['notices']:
-            self.context.say_once(notice)
-        self.completions.on_answer(self.link.sent_completions, answer)
-        if answer['actions']:
-            self.actions.add(answer['actions'])
-        if answer['jobs']:
-            self.dispatcher.add(answer)
 
     def carry(self) -> None:
         """Hand on what steps tell other parts: that Slurm starts none now, and what it has measured."""
@@ -23598,19 +23521,52 @@ class Runner:
             self.allocation_watch.look_now()
             starter.no_step = ''
         if accounting.rows:
-            self.link.accounting += accounting.rows
-            self.link.report_soon(0)
+            self.link.report('accounting', accounting.rows)
             accounting.rows = []
-
 
     # ---- the loop ----
 
     def turn(self) -> None:
-        """Let every part act once."""
+        """Let every part act once, and speak to the server."""
         for part in self.parts:
             part.act(time.monotonic())
             if self.context.in_steps:
                 self.carry()
+        self.exchange()
+        for part in (self.actions, self.dispatcher, self.view):     # what an answer brings starts now
+            part.act(time.monotonic())
+
+    def exchange(self) -> None:
+        """Send a request, if it is time; take an answer in, if there is one."""
+        link = self.link
+        if time.monotonic() >= link.ask_at and link.open():
+            link.send(self.compose(), self.exit_rules.patience_s())
+        answer = link.receive(time.monotonic())
+        if answer is not None:
+            self.on_answer(answer)
+            link.plan(answer)
+
+    def compose(self) -> Dict[str, Any]:
+        """What a request asks for; after our lease, and in an outage, no work. In doubt, what is in hand."""
+        want = self.dispatcher.want() if self.link.has_lease else None
+        body = {'want': want, 'survey': want is not None and not self.has_survey,   # type: Dict[str, Any]
+                'actions': list(self.triggers), 'submits': self.context.submits}
+        if self.link.is_doubtful:
+            body['held_actions'] = self.actions.ids()
+        return body
+
+    def on_answer(self, answer: Dict[str, Any]) -> None:
+        """Hand an answer to the parts that it concerns: first of all what is ours no longer."""
+        self.dispatcher.revoke(answer.get('revoked', ()))   # older servers do not say it
+        self.actions.revoke(answer.get('revoked_actions', ()))
+        self.has_survey = self.has_survey or self.link.request['survey']
+        for notice in answer['notices']:
+            self.context.say_once(notice)
+        self.completions.on_answer(self.link.sent_completions, answer)
+        if answer['actions']:
+            self.actions.add(answer['actions'])
+        if answer['jobs']:
+            self.dispatcher.add(answer)
 
     def wait(self) -> None:
         """Until a part is due, a child ends, a signal or an answer comes."""
@@ -23655,19 +23611,20 @@ class Runner:
     def perform(self, *triggers: str) -> None:
         """Run the due actions of these triggers to their end, claiming no jobs."""
         link, answers = self.link, self.link.num_answers
-        link.triggers, self.dispatcher.may_claim = triggers, False
+        self.triggers, self.dispatcher.may_claim = triggers, False
         link.poll_now()
         while not (self.has_drained or self.shutdown.is_killed):
             self.turn()
             self.exit_rules.look_for_cancel()
-            if link.num_answers > answers and not self.actions.is_busy and not link.action_results:
+            if link.num_answers > answers and not (
+                    self.actions.is_busy or link.outbox['action_results']):
                 break
             self.wait()
 
     def work(self) -> None:
         """Turn after turn, until it is time to leave and nothing is in hand."""
         link = self.link
-        link.triggers, self.dispatcher.may_claim = JOB_TRIGGERS, True
+        self.triggers, self.dispatcher.may_claim = JOB_TRIGGERS, True
         link.poll_now()
         while not self.has_drained:
             self.turn()
@@ -23681,7 +23638,7 @@ class Runner:
     @property
     def has_drained(self) -> bool:
         """Whether the server is away for too long and nothing is left to wait for: the drained exit."""
-        if not (self.link.is_quiet and self.link.has_asked):
+        if not self.link.is_over:
             return False
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
         # What is in memory alone would be lost: it waits for the server, or for room, while it may. In a
@@ -23716,10 +23673,10 @@ class Runner:
         context, drain = self.context, self.drain
         left = self.attempts.of('ended', 'judged', 'recovering', 'reported')
         lost = [attempt.name for attempt in left if attempt not in drain.kept]
-        lines, where = [self.link.error], {}    # type: List[str], Dict[str, Any]
+        lines, where = [self.link.error.message], {}    # type: List[str], Dict[str, Any]
         if lost:
             lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
-        num_lost = len(self.link.action_results) - drain.kept_actions
+        num_lost = len(self.link.outbox['action_results']) - drain.kept_actions
         if num_lost:
             lines.append(f'{num_lost} results of actions could not be reported, nor kept on disk: they may '
                          'be carried out again')
