@@ -13764,6 +13764,15 @@ class BatchScriptTest(unittest.TestCase):
             words = ' '.join(found.get(name, '') for name in ('ntasks-per-node', 'cpus-per-task', 'mem'))
             self.assertEqual(wanted, words, (scheduler, partition, needs, given))
 
+    def test_where_a_partition_has_several_kinds_of_nodes_those_that_jobs_fit_are_asked_for(self):
+        main, fat, more = (torc.NO_PARTITION._replace(name=name, cpus_per_node=cpus, memory_mb=memory_mb, shared=True)
+                           for name, cpus, memory_mb in (('main', 8, 16000), ('fat', 8, 16000), ('fat', 64, 64000)))
+        for name, cpus, gigabytes, wanted in ((None, 9, 1, main), ('', 1, 1, main), ('fat', 8, 1, fat), ('fat', 9, 1, more), ('fat', 1, 40, more),
+                                              ('fat', 99, 1, fat), ('none', 1, 1, torc.UNKNOWN_PARTITION)):
+            needs = torc.AllocationNeeds(cpus, gigabytes << 30)
+            self.assertEqual(wanted, torc.find_nodes([main, fat, more], name, needs), (name, cpus, gigabytes))
+        self.assertEqual(torc.UNKNOWN_PARTITION, torc.find_nodes([], None, torc.AllocationNeeds()))
+
     def test_the_more_runners_the_longer_they_take_to_start(self):
         table = {0: 0, 1: 0, 2: 2, 10: 10, 11: 10, 20: 15, 55: 35, 100: 60, 101: 60, 5000: 60}
         self.assertEqual(table, {count: torc.startup_window_s(count) for count in table})

@@ -18847,6 +18847,14 @@ class AllocationNeeds(Row):
     runtime_s: int = 0          # of the longest
 
 
+def find_nodes(partitions: Sequence[Partition], name: Optional[str], needs: AllocationNeeds) -> Partition:
+    """The nodes of a partition, or of the default one (the first): of several kinds those that jobs fit."""
+    rows = [row for row in partitions if row.name == (name or partitions[0].name)]
+    fitting = [row for row in rows if row.cpus_per_node >= needs.num_cpus
+               and row.node.memory_bytes >= needs.memory_bytes]
+    return (fitting or rows or [UNKNOWN_PARTITION])[0]
+
+
 def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, partition: Partition,
                      given: Set[str], num_allocations: int) -> Dict[str, str]:
     """CPUs and memory of an allocation, as options of sbatch, where the scheduler does not say them.
@@ -30276,7 +30284,7 @@ class Submitter:
             except Refused:
                 self.partitions = ()
         name = {**default_options(item.workflow), **item.scheduler}.get('partition')
-        return next((row for row in self.partitions if name in (None, '', row.name)), UNKNOWN_PARTITION)
+        return find_nodes(self.partitions, name, item.needs)
 
 
 def warn_of_scheduler(session: Session, item: Submission) -> None:
