@@ -30150,13 +30150,6 @@ def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
     return list(filter(is_schedule, due))
 
 
-def disable_schedules(session: Session, workflow: Dict[str, Any], ids: Iterable[int]) -> None:
-    """Take actions without carrying them out."""
-    for number in ids:
-        with contextlib.suppress(Conflict):     # it was taken meanwhile
-            session.call('claim_action', {}, workflow_id=workflow['id'], action_id=number)
-
-
 class Submitter:
     """Brings a workflow's allocations to Slurm, one after the other, as the server hands them out."""
 
@@ -30287,6 +30280,22 @@ class Submitter:
         return find_nodes(self.partitions, name, item.needs)
 
 
+def has_unsubmitted(session: Session, workflow_id: int) -> bool:
+    """Whether there are allocations that a command is submitting, or has left when it was killed."""
+    rows = session.items('list_scheduled_compute_nodes', workflow_id=workflow_id, status='pending')
+    return any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows)
+
+
+def go_on_submitting(session: Session, workflow: Dict[str, Any]) -> List[str]:
+    """Submit what a command that was killed has left, but what somebody has in hand. What came of it."""
+    if not has_unsubmitted(session, workflow['id']) or not has_slurm_program('sbatch'):
+        return []
+    done = Submitter(session, workflow).run({}, waits=False)
+    said = [f'{len(done.numbers)} allocations submitted that a killed command had left: '
+            f'{first_of(done.numbers)}'] if done.numbers else []
+    return said + [f'no allocation: {refusal}' for refusal in dict.fromkeys(done.refusals)]
+
+
 def warn_of_scheduler(session: Session, item: Submission) -> None:
     """Say whose allocations leave nodes idle, and which chain is none: a dependency in extra counts."""
     config, scheduler = item.workflow.get('execution_config') or {}, item.scheduler
@@ -30338,12 +30347,15 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
     if args['start_one_worker_per_node'] and (workflow.get('execution_config') or {}).get('mode') != 'direct':
         raise BadInput('--start-one-worker-per-node needs mode direct in execution_config')
     check_scheduler(workflow, scheduler, settings)
-    if not suppress_schedules(session, workflow, bool(args['suppress_actions'])):
-        return 0
     begin_workflow(session, workflow, settings, False)
-    if args['suppress_actions']:    # those that the initialization has made due
-        due = due_schedules(session, workflow['id'])
-        disable_schedules(session, workflow, [action['id'] for action in due])
+    due = [action['id'] for action in due_schedules(session, workflow['id'])
+           if not action.get('is_recovery') and not action['persistent']]
+    if due and not args['suppress_actions']:
+        session.report(f"warning: actions of workflow {workflow['id']} would submit allocations, too: "
+                       f'{first_of(due)}; --suppress-actions prevents that')
+    for number in due if args['suppress_actions'] else ():
+        with contextlib.suppress(Conflict):     # it was taken meanwhile
+            session.call('claim_action', {}, workflow_id=workflow['id'], action_id=number)
     request = {'settings': settings, 'scheduler_config_id': scheduler['id'], 'count': args['num_hpc_jobs']}
     return report_submitted(session, workflow, Submitter(session, workflow).run(request))
 
@@ -30364,27 +30376,6 @@ def choose_scheduler(session: Session, workflow: Dict[str, Any], word: Optional[
     if number is None:
         raise NotFound(printable(f"workflow {workflow['id']} has no Slurm scheduler {word}; it has {named}"))
     return schedulers[number]
-
-
-def suppress_schedules(session: Session, workflow: Dict[str, Any], is_wanted: bool) -> bool:
-    """Actions would submit allocations as well: take them if so wanted. Whether to go on."""
-    due = [action['id'] for action in due_schedules(session, workflow['id'])
-           if not action.get('is_recovery') and not action['persistent']]
-    if not due or is_wanted:
-        disable_schedules(session, workflow, due)
-        return True
-    message = f"actions of workflow {workflow['id']} would submit allocations, too: {first_of(due)}"
-    if not session.is_interactive:
-        session.report(f'warning: {message}; --suppress-actions prevents that')
-        return True
-    answer = ''
-    while answer not in ('s', 'p', 'c'):
-        answer = session.ask(f'{message[0].upper()}{message[1:]}. s: suppress them, p: proceed, c: cancel: ')
-    if answer == 's':
-        disable_schedules(session, workflow, due)
-    elif answer == 'c':
-        session.report('Cancelled')
-    return answer != 'c'
 
 
 # -------- schedulers, records of allocations --------
@@ -31249,6 +31240,8 @@ def cmd_sync_status(session: Session, args: Arguments) -> int:
     workflow, is_dry_run = session.workflow(choose_workflow(session, args)), bool(args['dry_run'])
     known = {}      # type: Dict[str, Any]
     take_in_first(session, workflow, args['output_dir'], known, is_dry_run)
+    if not is_dry_run:
+        session.report(*go_on_submitting(session, workflow))
     found = clean_up_allocations(session, workflow['id'], is_dry_run)
     if found['compute_nodes_deactivated'] and not is_dry_run:   # what their recovery scripts held up
         take_in_first(session, workflow, args['output_dir'], known)
@@ -32523,17 +32516,13 @@ class Supervision:
 
     def go_on_submitting(self) -> None:
         """Submit what a command that was killed, such as a watch, has left."""
-        if has_unsubmitted(self.session, self.number) and has_slurm_program('sbatch'):
-            try:
-                done = Submitter(self.session, self.session.workflow(self.number)).run({}, waits=False)
-            except (Unreachable, Conflict):
-                raise
-            except (TorcError, OSError) as error:
-                return self.say(f'no allocations: {text_of_failure(error)}', 'warning')
-            for refusal in dict.fromkeys(done.refusals):
-                self.say(f'no allocation: {refusal}', 'warning')
-            if done.numbers:
-                self.say(f'{len(done.numbers)} allocations submitted that a killed command had left')
+        try:
+            for line in go_on_submitting(self.session, self.session.workflow(self.number)):
+                self.say(line, 'warning')
+        except (Unreachable, Conflict):
+            raise
+        except (TorcError, OSError) as error:
+            self.say(f'no allocations: {text_of_failure(error)}', 'warning')
 
     def count(self) -> None:
         """Ask for jobs without a plan."""
