@@ -21828,7 +21828,7 @@ class SubmitTest(SubmitCase):
 
     @slow
     def test_a_submitter_that_is_killed_anywhere_loses_nothing_and_doubles_nothing(self):
-        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && sleep 0.1; true'
+        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && exec sleep 10; true'
         for hook, count, left in (('hook_before', 0, 2), ('hook', 0, 2), ('hook', 1, 1), ('hook_after', 1, 2), ('hook_after', 2, 1)):
             with self.subTest(hook=hook, count=count):
                 self.doCleanups()
@@ -22509,7 +22509,7 @@ class RegenerateTest(SubmitCase):
 
     @slow
     def test_killed_anywhere_a_second_call_finishes_it_and_doubles_nothing(self):
-        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && sleep 0.1; true'
+        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && exec sleep 10; true'
         for name, count in (('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 2), ('hook_after', 3)):
             with self.subTest(name=name, count=count):
                 self.doCleanups()
@@ -23645,7 +23645,7 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
     @slow
     def test_one_that_was_killed_in_the_midst_of_the_submission_is_finished_by_the_next(self):
         has_two = '[ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = 2 ]'
-        self.hook('hook', f'{has_two} && kill -9 $PPID && sleep 0.1; true')
+        self.hook('hook', f'{has_two} && kill -9 $PPID && exec sleep 10; true')
         self.assertEqual(-signal.SIGKILL, self.world.cli(*self.OPTIONS).code)
         self.assertEqual(2, len(self.queue()))
         self.hook('hook')
