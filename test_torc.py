@@ -13922,23 +13922,22 @@ class StepRulesTest(unittest.TestCase):
     """srun's command line, and what the end of a step means."""
 
     def test_a_step_has_the_flags_of_the_pages_and_states_memory_and_gpus_also_where_there_are_none(self):
-        usual = dict(job_id='77', name='wf1_j2_r1_a1', num_cpus=1, memory_bytes=0, num_gpus=0)
+        def flags_of(needs: Any = torc.Needs(1, 0, 0), nodes: Sequence[str] = (), minutes: Optional[int] = None, **config: Any) -> str:
+            return ' '.join(torc.step_flags('77', 'wf1_j2_r1_a1', needs, nodes, minutes, config))
         self.assertEqual('--jobid=77 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j2_r1_a1 --nodes=1 '
-                         '--cpus-per-task=1 --mem=0M --gres=none --input=none',
-                         ' '.join(torc.step_flags(torc.StepRequest(**usual))))
-        for more, flags, missing in (
-                ({'memory_bytes': 1 << 30}, '--mem=1024M', '--mem=0M'), ({'memory_bytes': 512000}, '--mem=30M', 'x'),
-                ({'memory_bytes': (40 << 20) + 1}, '--mem=41M', 'x'), ({'num_cpus': 4}, '--cpus-per-task=4', 'x'),
-                ({'num_gpus': 2}, '--gpus=2', '--gres=none'), ({'minutes': 28}, '--time=28', 'x'),
-                ({'signal': 'TERM@120'}, '--signal=TERM@120', 'x'), ({'binds_cpus': True}, '--ntasks=1 --exact', '--cpu-bind=none'),
-                ({'node_names': ['node2']}, '--nodelist=node2 --nodes=1', 'x'),
-                ({'num_nodes': 2, 'node_names': ['a', 'b'], 'num_gpus': 3},
-                 '--nodelist=a,b --nodes=2 --ntasks-per-node=1 --wait=0', '--gpus=3'),
-                ({'num_nodes': 2, 'num_gpus': 3}, '--gpus=6', '--ntasks=1')):
+                         '--cpus-per-task=1 --mem=0M --gres=none --input=none', flags_of())
+        for found, flags, missing in (
+                (flags_of(torc.Needs(1, 1 << 30, 0)), '--mem=1024M', '--mem=0M'), (flags_of(torc.Needs(1, 2 << 20, 0)), '--mem=30M', 'x'),
+                (flags_of(torc.Needs(1, 512000, 0)), '--mem=0M', 'x'), (flags_of(torc.Needs(4, (40 << 20) + 1, 0)), '--mem=41M', 'x'),
+                (flags_of(torc.Needs(4, 0, 2)), '--cpus-per-task=4 --mem=0M --gpus=2', '--gres=none'),
+                (flags_of(minutes=28), '--time=28', 'x'), (flags_of(srun_termination_signal='TERM@120'), '--signal=TERM@120', 'x'),
+                (flags_of(enable_cpu_bind=True), '--ntasks=1 --exact', '--cpu-bind=none'),
+                (flags_of(nodes=['node2']), '--nodelist=node2 --nodes=1', 'x'),
+                (flags_of(torc.Needs(1, 0, 3, 2), ['a', 'b']), '--nodelist=a,b --nodes=2 --ntasks-per-node=1 --wait=0', '--gpus=3'),
+                (flags_of(torc.Needs(1, 0, 3, 2)), '--gpus=6', '--ntasks=1')):
             with self.subTest(flags):
-                found = f" {' '.join(torc.step_flags(torc.StepRequest(**dict(usual, **more))))} "
-                self.assertIn(f' {flags} ', found)
-                self.assertNotIn(f' {missing} ', found)
+                self.assertIn(f' {flags} ', f' {found} ')
+                self.assertNotIn(f' {missing} ', f' {found} ')
         for left_s, minutes in ((1720, 29), (3600, 60), (119, 2), (1, 1), (-65, 1), (math.inf, None)):
             self.assertEqual(minutes, torc.step_minutes(left_s), left_s)
 
@@ -13968,7 +13967,7 @@ class StepRulesTest(unittest.TestCase):
                 sign = torc.read_step_sign(SRUN_SAYS[row['says']])
                 self.assertEqual(row['kind'], torc.judge_step(step_notes(row['notes']), *map(int, row['srun'].split()), sign,
                                                               row['state'], row['ours']))
-        self.assertEqual(set(torc.STEP_OUTCOMES), {row['kind'] for row in STEP_ENDS})
+        self.assertEqual(set(torc.STEP_OUTCOMES), {'early', *(row['kind'] for row in STEP_ENDS)})
         self.assertLessEqual(set(torc.STEP_STATES), set(torc.SLURM_STATES))
 
     def test_the_accounting_is_asked_only_where_it_may_change_the_verdict(self):
@@ -15850,7 +15849,7 @@ class SlurmStarterTest(PartTest):
         self.wait_for(lambda: '77.5 77.5' in self.scancels(), 'one call for both')
 
     def test_a_job_that_dies_of_the_early_signal_is_out_of_time_and_long_before_it_has_failed(self):
-        meaning = 'ended by SIGUSR1, shortly before the time limit of its Slurm step'
+        meaning = 'ended shortly before the time limit of its Slurm step, by SIGUSR1'
         self.build(left_s=90, srun_termination_signal='USR1@60')
         self.assertEqual(('terminated', 152, meaning, False), self.ran('kill -USR1 $$'))
         self.starter.context.stop_at += 1000
@@ -18645,7 +18644,7 @@ class FailureTest(unittest.TestCase):
 
     def test_evidence_comes_before_guesses(self):
         memory, timeout = (torc.STEP_OUTCOMES[kind].meaning for kind in ('memory', 'timeout'))
-        over, early = "stopped: the runner's time is over", 'ended by SIGTERM, shortly before the time limit of its Slurm step'
+        over, early = "stopped: the runner's time is over", 'ended shortly before the time limit of its Slurm step, by SIGTERM'
         for code, minutes, state, reason, expected in (
                 # return code, minutes of an hour; Slurm's word; what the runner wrote
                 (137, 55, 'OUT_OF_MEMORY', '', 'memory'), (152, 5, 'OUT_OF_MEMORY', '', 'memory'),

@@ -5047,6 +5047,9 @@ class Capacity(Row):
 NOTHING = Capacity(0, 0, 0)
 
 
+UNSTATED_MEMORY_BYTES = 1 << 20     # what requirements have that state no memory; no program can do with it
+
+
 class Needs(Row):
     """What a job takes of each of its nodes."""
     num_cpus: int
@@ -19199,11 +19202,6 @@ def name_step(workflow_id: int, job_id: int, run_id: int, attempt_id: int) -> st
     return f'wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}'
 
 
-def step_name(context: Any, attempt: Any) -> str:
-    """The same, of an attempt of a runner (16)."""
-    return name_step(context.workflow_id, attempt.id, context.run_id, attempt.attempt_id)
-
-
 LEAST_STEP_MB = 30      # of stated memory: the supervisor takes 9; cgroup.conf(5), MinRAMSpace, is 30 as well
 # What srun ends with for failures of its own, told from the job's codes.
 STEP_EXITS = {'SLURM_EXIT_ERROR': '213', 'SLURM_EXIT_IMMEDIATE': '214'}
@@ -19231,20 +19229,6 @@ def step_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     return {**dict.fromkeys(removed), **STEP_EXITS}
 
 
-class StepRequest(Row):
-    """What a step is to have."""
-    job_id: str                 # of the allocation
-    name: str
-    num_cpus: int               # on each of its nodes, as the next two
-    memory_bytes: int           # 0: not stated
-    num_gpus: int
-    num_nodes: int = 1
-    node_names: Sequence[str] = ()      # those chosen for it; none in an allocation of one node
-    minutes: Optional[int] = None       # its time limit, if one is known
-    signal: str = ''            # srun_termination_signal
-    binds_cpus: bool = False    # enable_cpu_bind
-
-
 def step_minutes(left_s: float) -> Optional[int]:
     """A step's time limit, when it has so much time; None if nothing is known of its end.
 
@@ -19253,26 +19237,28 @@ def step_minutes(left_s: float) -> Optional[int]:
     return None if math.isinf(left_s) else max(1, math.ceil(left_s / 60))
 
 
-def step_flags(step: StepRequest) -> List[str]:
+def step_flags(job_id: str, name: str, needs: Needs, node_names: Sequence[str], minutes: Optional[int],
+               config: Dict[str, Any]) -> List[str]:
     """The arguments of srun before the program, in the order of the page "Execution Modes".
 
-    Without --mem a step takes all memory of its job, without --gres all GPUs. With --mem=0 it may use what
-    the job has and takes nothing away from others (srun(1)): so run jobs that state none.
-    A step of one task is cut down to one node (22.05: "can't run 1 processes on 2 nodes"), so one of several
-    has a task on each, of which the first runs the job. A site's WaitTime would end the step when the others
-    have ended.
+    `node_names`: those chosen for the step, none in an allocation of one node. Without --mem a step takes all
+    memory of its job, without --gres all GPUs. With --mem=0 it may use what the job has and takes nothing
+    away from others (srun(1)): so run jobs that state none. A step of one task is cut down to one node
+    (22.05: "can't run 1 processes on 2 nodes"), so one of several has a task on each, of which the first runs
+    the job. A site's WaitTime would end the step when the others have ended.
     """
-    is_wide = step.num_nodes > 1
-    memory_mb = max(LEAST_STEP_MB, -(-step.memory_bytes // 1024 ** 2)) if step.memory_bytes else 0
-    flags = [f'--jobid={step.job_id}', f'--ntasks={step.num_nodes}']
-    flags += [] if step.binds_cpus else ['--cpu-bind=none']
-    flags += ['--exact', f'--job-name={step.name}']
-    flags += [f"--nodelist={','.join(step.node_names)}"] if step.node_names else []
-    flags += [f'--nodes={step.num_nodes}'] + ['--ntasks-per-node=1', '--wait=0'] * is_wide
-    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={memory_mb}M']
-    flags.append(f'--gpus={step.num_gpus * step.num_nodes}' if step.num_gpus else '--gres=none')
-    flags += [] if step.minutes is None else [f'--time={step.minutes}']
-    flags += [f'--signal={step.signal}'] if step.signal else []
+    num_nodes, memory_mb, early = max(1, needs.num_nodes), 0, config.get('srun_termination_signal')
+    if needs.memory_bytes > UNSTATED_MEMORY_BYTES:
+        memory_mb = max(LEAST_STEP_MB, -(-needs.memory_bytes // 1024 ** 2))
+    flags = [f'--jobid={job_id}', f'--ntasks={num_nodes}']
+    flags += [] if config.get('enable_cpu_bind') else ['--cpu-bind=none']
+    flags += ['--exact', f'--job-name={name}']
+    flags += [f"--nodelist={','.join(node_names)}"] if node_names else []
+    flags += [f'--nodes={num_nodes}'] + ['--ntasks-per-node=1', '--wait=0'] * (num_nodes > 1)
+    flags += [f'--cpus-per-task={needs.num_cpus}', f'--mem={memory_mb}M']
+    flags.append(f'--gpus={needs.num_gpus * num_nodes}' if needs.num_gpus else '--gres=none')
+    flags += [] if minutes is None else [f'--time={minutes}']
+    flags += [f'--signal={early}'] if early else []
     return flags + ['--input=none']
 
 
@@ -19498,6 +19484,8 @@ STEP_OUTCOMES = {
     'memory':    StepOutcome('failed',      'killed by Slurm, all of it or a part, at the memory limit of '
                                             'its step'),
     'timeout':   StepOutcome('terminated',  'reached the time limit of its Slurm step'),
+    'early':     StepOutcome('terminated',  'ended shortly before the time limit of its Slurm step, by '
+                                            '{signal}'),
     'canceled':  StepOutcome('terminated',  'its Slurm step was canceled (scancel)'),
     'no step':   StepOutcome('interrupted', 'Slurm started no step for it'),
     'no start':  StepOutcome('interrupted', 'its node could not start it'),
@@ -19519,6 +19507,12 @@ STEP_SIGNS = (
 )
 STEP_STATES = {'OUT_OF_MEMORY': 'memory', 'NODE_FAIL': 'node', 'BOOT_FAIL': 'node', 'PREEMPTED': 'preempted',
                'TIMEOUT': 'timeout', 'DEADLINE': 'timeout'}
+
+
+def read_step_outcome(reason: str) -> str:
+    """The reason of an end that a runner has written -> which of STEP_OUTCOMES it was, or ''."""
+    return next((kind for kind, outcome in STEP_OUTCOMES.items()
+                 if outcome.meaning and reason.startswith(outcome.meaning.partition('{')[0])), '')
 
 
 def read_step_sign(text: str) -> str:
@@ -19928,7 +19922,6 @@ SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 MAX_SERIES_ROWS = 200000    # that wait to be written
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
-UNSTATED_MEMORY_BYTES = 1 << 20     # what requirements have that state no memory; no program can do with it
 LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
 CAP_LOOK_S = 1.0                    # ... and at what jobs have printed
 PAUSE_S = (1.0, 60.0)               # the first and the longest while nothing can be started
@@ -22276,6 +22269,7 @@ class SlurmStarter(Part):
         self.srun = shutil.which(slurm_program('srun')) or 'srun'
         self.variables = step_variables()
         self.early = parse_step_signal(str(context.config.get('srun_termination_signal') or ''))
+        self.early_number = int(getattr(signal, f'SIG{self.early[0]}', 0)) if self.early else 0
         self.running = {}           # type: Dict[Attempt, Step]  # whose srun lives
         self.no_step = ''           # why Slurm starts no steps now: for the loop, which empties it
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
@@ -22293,16 +22287,19 @@ class SlurmStarter(Part):
 
     def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any]) -> None:
         """Start srun for an attempt; otherwise as DirectStarter.start."""
-        context, step = self.context, Step(
-            os.path.join(self.directory, step_name(self.context, attempt)), self.context.stop_at,
-            not attempt.grant.nodes)
+        context, allocation = self.context, self.allocation
+        name = name_step(context.workflow_id, attempt.id, context.run_id, attempt.attempt_id)
+        step = Step(os.path.join(self.directory, name), context.stop_at, not attempt.grant.nodes)
+        is_wide, minutes = len(allocation.node_names) > 1, step_minutes(context.stop_at - time.monotonic())
+        nodes = [allocation.node_names[index] for index in attempt.grant.nodes if is_wide]
+        flags = step_flags(allocation.job_id, name, attempt.needs, nodes, minutes, context.config)
         command = encode_text(compose_command(attempt.job['invocation_script'], attempt.job['command']))
         errors = self.make_files(step)
         try:
             open_outputs(context, attempt, outputs)
             files = [path or os.devnull for path in (attempt.stdout, attempt.stderr)]
-            words = [self.srun, *step_flags(self.request(attempt)), sys.executable or 'python3', '-I', '-S',
-                     self.supervisor, f'{step.stem}.notes', os.getcwd(), *files, self.shell, '-c']
+            words = [self.srun, *flags, sys.executable or 'python3', '-I', '-S', self.supervisor,
+                     f'{step.stem}.notes', os.getcwd(), *files, self.shell, '-c']
             variables = {**self.variables, **job_variables(attempt, context.variables, ()), **STEP_EXITS}
             attempt.process = self.launcher.start(
                 [*map(encode_text, words), command], variables, [errors, errors],
@@ -22326,17 +22323,6 @@ class SlurmStarter(Part):
             write_atomically(self.supervisor, STEP_SUPERVISOR.encode())
         os.close(create_file(f'{step.stem}.notes', 0o600))
         return create_file(f'{step.stem}.err', 0o600)
-
-    def request(self, attempt: Attempt) -> StepRequest:
-        """What the step of an attempt is to have."""
-        needs, nodes, config = attempt.needs, self.allocation.node_names, self.context.config
-        memory_bytes = needs.memory_bytes if needs.memory_bytes > UNSTATED_MEMORY_BYTES else 0
-        chosen = [nodes[index] for index in attempt.grant.nodes] if len(nodes) > 1 else ()
-        return StepRequest(
-            self.allocation.job_id, step_name(self.context, attempt), needs.num_cpus, memory_bytes,
-            needs.num_gpus, max(1, needs.num_nodes), chosen,
-            step_minutes(self.context.stop_at - time.monotonic()),
-            str(config.get('srun_termination_signal') or ''), bool(config.get('enable_cpu_bind')))
 
     # ---- while it runs ----
 
@@ -22477,6 +22463,8 @@ class SlurmStarter(Part):
             return None
         kind = judge_step(step.notes, step.code, step.signal_number, step.sign, step.state or '',
                           attempt.stopped_for)
+        if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt):
+            kind = 'early'
         until = attempt.process.started + attempt.process.end.wall_s + SHARED_SIGNAL_S
         if kind in ('canceled', 'srun', 'killed', 'own') and may_share_signal(attempt.end) \
                 and not attempt.stopped_for and time.monotonic() < until:
@@ -22486,34 +22474,25 @@ class SlurmStarter(Part):
 
     def find_verdict(self, attempt: Attempt, kind: str) -> Verdict:
         """What an end of this kind of STEP_OUTCOMES means for an attempt."""
-        step, context, stopped_for = attempt.step, self.context, attempt.stopped_for
-        if kind in ('canceled', 'own') and not stopped_for and self.has_died_early(attempt):
-            verdict = judge_end(attempt.end, 'deadline', self.early_number,
-                                context.config['timeout_exit_code'])
-            ending = f'ended by {format_signal(self.early_number)}, shortly before'
-            return verdict._replace(message=f'{ending} the time limit of its Slurm step')
-        outcome = STEP_OUTCOMES[kind]
+        step, config, outcome = attempt.step, self.context.config, STEP_OUTCOMES[kind]
         if kind == 'accounted':
             attempt.end = attempt.end._replace(return_code=step.code, signal_number=0)
         if not outcome.status:
-            return judge_end(attempt.end, stopped_for, context.stop_signal,
-                             context.config['timeout_exit_code'], attempt.stopped_by)
-        if kind == 'timeout':
-            verdict = judge_end(attempt.end, 'deadline', signal.SIGTERM, context.config['timeout_exit_code'])
-            return verdict._replace(message=outcome.meaning)
+            return judge_end(attempt.end, attempt.stopped_for, self.context.stop_signal,
+                             config['timeout_exit_code'], attempt.stopped_by)
+        code = attempt.end.return_code
+        number = {'early': self.early_number, 'timeout': signal.SIGTERM}.get(kind, code - 128)
+        message = outcome.meaning.format(signal=format_signal(number))
+        if kind in ('timeout', 'early'):
+            verdict = judge_end(attempt.end, 'deadline', number, config['timeout_exit_code'])
+            return verdict._replace(message=message)
         is_interrupted = outcome.status == 'interrupted'
-        message = outcome.meaning.format(signal=format_signal(attempt.end.return_code - 128))
         if is_interrupted or kind == 'memory':
             message = ': '.join(filter(None, (message, step.notes.failure or step.text)))
-        if kind in ('no step', 'no start') and not stopped_for:
+        if kind in ('no step', 'no start') and not attempt.stopped_for:
             self.no_step = message
-        code = context.config['oom_exit_code'] if kind == 'memory' else attempt.end.return_code
-        return Verdict('terminated' if is_interrupted else outcome.status, code, message, is_interrupted)
-
-    @property
-    def early_number(self) -> int:
-        """Number of srun_termination_signal; 0 without one."""
-        return int(getattr(signal, f'SIG{self.early[0]}', 0)) if self.early else 0
+        return Verdict('terminated' if is_interrupted else outcome.status,
+                       config['oom_exit_code'] if kind == 'memory' else code, message, is_interrupted)
 
     def has_died_early(self, attempt: Attempt) -> bool:
         """Whether it has died of the signal that comes before its time limit, by us or by Slurm."""
@@ -24296,16 +24275,14 @@ FAILURE_CLASSES = {
 }
 # What our runners write as the reason of an end, at its beginning: evidence of what it is.
 REASON_SIGNS = (
-    ('memory', re.escape(STEP_OUTCOMES['memory'].meaning) + r'|used \d+MB of memory, and its limit was '
-               r'|killed by the kernel for lack of memory '),
-    ('timeout', re.escape(STEP_OUTCOMES['timeout'].meaning) + "|stopped: the runner's time is over"
-                '|ended by .*, shortly before the time limit of its Slurm step'),
-    ('unknown', 'stopped: its timeout is over|declared output files are missing: |'
-                + re.escape(STEP_OUTCOMES['canceled'].meaning)),
+    ('memory', r'used \d+MB of memory, and its limit was |killed by the kernel for lack of memory '),
+    ('timeout', "stopped: the runner's time is over"),
+    ('unknown', 'stopped: its timeout is over|declared output files are missing: '),
 )
 # Of an allocation that Slurm ended with its runner in it; see describe_slurm_end.
 ALLOCATION_TIMEOUT = Expression(r'Slurm job [0-9]+ [^(]*\(TIMEOUT\b')
-STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
+STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'early': 'timeout', 'canceled': 'unknown',
+               'node': 'lost', 'preempted': 'lost'}
 
 
 class Failure(Row):
@@ -24330,7 +24307,8 @@ def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
         sign = 'timeout' if ALLOCATION_TIMEOUT.search(reason) else 'lost'
         reason = reason or 'its runner went away'
     else:
-        sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+        sign = STEP_CAUSES.get(read_step_outcome(reason), '') \
+            or next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
     if sign == 'timeout' and seconds_of(result) < limit_of('runtime', use.needs):
         # It needs no more time than it asked for: its allocation had too little left.
         sign = 'lost'
