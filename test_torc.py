@@ -16425,6 +16425,13 @@ class AccountingTest(PartTest):
         self.advance(2)
         self.assertEqual(([1.0], False, [2 << 20, None]), (self.calls('sacct'), self.accounting.is_busy,
                                                            [row.get('max_rss_bytes') for row in self.accounting.rows]))
+        self.start()
+        self.finish(3, self.BARE)       # its state is known before
+        self.advance(2)
+        self.accounting.context.leaving = 'complete'
+        self.assertEqual((True, 0.0), (self.accounting.is_busy, self.accounting.due()))
+        self.advance(0)
+        self.assertFalse(self.accounting.is_busy)
 
     def test_it_waits_no_longer_than_it_may_and_then_sends_what_it_has(self):
         for reason, last_s, latency_s, calls, wait_s in (('complete', math.inf, 0.05, 6, 32), ('interrupt', math.inf, 0.05, 2, 11),

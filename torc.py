@@ -22571,7 +22571,8 @@ class Accounting(Part):
         self.ended_at = -math.inf       # the last end
         self.is_asking = False
         self.failures = 0.0             # of sacct, in a row; infinite: there is no accounting here
-        self.not_before = -math.inf     # it is not asked again
+        self.replied_at = -math.inf     # it has answered; then it is left alone
+        self.rest_s = 0.0               # ... for so long
         self.rows = []                  # type: List[Dict[str, Any]]  # of slurm_stats: the loop takes them
 
     @property
@@ -22617,7 +22618,7 @@ class Accounting(Part):
         if self.is_asking or not self.ended:
             return math.inf
         wished_at = min(step.seen_at + self.pause_of(step) for step in self.ended.values())
-        return max(wished_at, self.not_before)
+        return max(wished_at, self.replied_at + (SACCT_FIRST_S if self.context.leaving else self.rest_s))
 
     def pause_of(self, step: Step) -> float:
         """How long after its end, or after the last answer, sacct is asked about a step."""
@@ -22626,13 +22627,15 @@ class Accounting(Part):
         return SACCT_PAUSE_S if step.tries else SACCT_FIRST_S
 
     def give_up_at(self) -> float:
-        """When a runner that leaves waits no longer."""
+        """When a runner that leaves waits no longer: for figures not at all, steps of a second have none."""
         if not self.ended or not self.context.leaving:
             return math.inf
+        if self.is_away or any(step.record.has_ended for step in self.ended.values()):
+            return 0.0
         window_s = SACCT_FIRST_S + SACCT_TRIES * SACCT_PAUSE_S
         if self.context.leaving in SIGNAL_REASONS:
             window_s = min(window_s, LAST_REPORT_S)
-        return 0.0 if self.is_away else min(self.ended_at + window_s, self.context.last_at - LAST_SACCT_S)
+        return min(self.ended_at + window_s, self.context.last_at - LAST_SACCT_S)
 
     def act(self, now: float) -> None:
         """Ask what is to be asked; give up what is asked in vain."""
@@ -22642,9 +22645,10 @@ class Accounting(Part):
             if not self.is_sampling:
                 self.ask_samples(now)
         if now >= self.give_up_at():
-            for attempt in list(self.ended):
+            known = [attempt for attempt, step in self.ended.items() if step.record.has_ended]
+            for attempt in known or list(self.ended):
                 self.finish(attempt)
-        elif now >= self.asks_at():
+        if now >= self.asks_at():
             self.is_asking = True
             argv = slurm_argv('sacct', '-j', self.context.allocation.job_id, '--format', SACCT_FORMAT, '-P',
                               '-n')
@@ -22684,7 +22688,8 @@ class Accounting(Part):
     def on_records(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
         """Take in what is on record of steps that have ended."""
         now, self.is_asking = time.monotonic(), False
-        self.not_before = now + min(max(SACCT_PAUSE_S, PATIENCE * (now - asked_at)), SACCT_BATCH_S)
+        self.replied_at = now
+        self.rest_s = min(max(SACCT_PAUSE_S, PATIENCE * (now - asked_at)), SACCT_BATCH_S)
         self.note_failure(reply)
         steps = {attempt: self.ended[attempt] for attempt in asked if attempt in self.ended}
         names = {step.name for step in steps.values()}
@@ -22694,9 +22699,8 @@ class Accounting(Part):
             step.record = records.get(step.name, step.record)
             if step.record.has_ended:
                 step.state = step.record.state
-            # The figures may come later than the state: steps of less than a second mostly have none.
-            if self.failures == math.inf or step.tries >= SACCT_TRIES or step.record.has_ended and (
-                    step.record.has_figures or self.context.leaving):
+            if self.failures == math.inf or step.tries >= SACCT_TRIES \
+                    or step.record.has_ended and step.record.has_figures:
                 self.finish(attempt)
         if self.is_away:
             for step in self.ended.values():
