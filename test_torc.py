@@ -15737,7 +15737,9 @@ class SlurmStarterTest(PartTest):
         busy = 'Unable to create step for job 77: Requested nodes are busy'
         starter = self.build(f'echo "srun: error: {busy}" >&2; exit 214')
         said = f'Slurm started no step for it: {busy}'
-        self.assertEqual((('terminated', 137, said, True), said), (self.ran('true'), starter.no_step))
+        self.assertEqual(('terminated', 137, said, True), self.ran('true'))
+        self.assertTrue(starter.allocation.refuses_steps and starter.context.not_before > time.monotonic())
+        self.assertEqual([f'no job can be started at present: {said}'], self.progress.messages)
         starter.srun = '/no/such/srun'
         with self.assertRaises(OSError) as caught:
             self.begin('true', number=2)
@@ -15793,7 +15795,7 @@ class SlurmStarterTest(PartTest):
         attempt.stopped_for = 'deadline'
         self.starter.stop([attempt], 1000)
         self.assertEqual(('terminated', 143, 'Slurm started no step for it', True), self.judged(attempt))
-        self.assertEqual(([], ''), (self.scancels(), self.starter.no_step))
+        self.assertEqual(([], []), (self.scancels(), self.progress.messages))
 
     def test_a_step_is_given_up_when_nothing_more_is_to_be_expected_of_it(self):
         me, gone = f'step 6 {os.getpid()} {os.uname()[1]}\n', f'step 6 4194305 {os.uname()[1]}\n'
@@ -16733,7 +16735,7 @@ class AllocationPartsTest(PartTest):
             with self.subTest(said=said), FakeClock().set() as clock:
                 watch, allocation, slurm = self.watch()
                 slurm.answers['job'] = said if isinstance(said, torc.Reply) else f'JobId=5 {said} EndTime=1001000 X=1\n'
-                watch.look_now()
+                allocation.refuses_steps = True
                 self.assertEqual(clock.now + torc.DOUBT_S, watch.due())
                 clock.now = watch.due()
                 watch.act(clock.now)

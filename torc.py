@@ -22271,7 +22271,6 @@ class SlurmStarter(Part):
         self.early = parse_step_signal(str(context.config.get('srun_termination_signal') or ''))
         self.early_number = int(getattr(signal, f'SIG{self.early[0]}', 0)) if self.early else 0
         self.running = {}           # type: Dict[Attempt, Step]  # whose srun lives
-        self.no_step = ''           # why Slurm starts no steps now: for the loop, which empties it
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         # Their own limit is rounded up, and slurmctld looks each 30 s: it is a second line.
         self.stop_before_s = context.config['sigkill_headroom_seconds']
@@ -22490,7 +22489,8 @@ class SlurmStarter(Part):
         if is_interrupted or kind == 'memory':
             message = ': '.join(filter(None, (message, step.notes.failure or step.text)))
         if kind in ('no step', 'no start') and not attempt.stopped_for:
-            self.no_step = message
+            self.context.pause(message)
+            self.allocation.refuses_steps = True
         return Verdict('terminated' if is_interrupted else outcome.status,
                        config['oom_exit_code'] if kind == 'memory' else code, message, is_interrupted)
 
@@ -22706,6 +22706,11 @@ class Accounting(Part):
             for step in self.ended.values():
                 step.state = step.state or ''
 
+    def take_rows(self) -> List[Dict[str, Any]]:
+        """What is to be reported, once."""
+        rows, self.rows = self.rows, []
+        return rows
+
     def note_failure(self, reply: Reply) -> None:
         """Say once that figures will be missing, and why. Judgements wait for no second call that hangs."""
         self.failures = self.failures + 1 if reply.code else 0.0
@@ -22760,6 +22765,7 @@ class Allocation:
         self.restart_count = 0
         self.record_id = None       # type: Optional[int]  # the scheduled_compute_node
         self.scheduler_config_id = None     # type: Optional[int]
+        self.refuses_steps = False  # Slurm has started none: perhaps the Slurm job is over
         # What AllocationWatch finds out; Shutdown follows it.
         self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
         self.is_over = False        # the Slurm job runs no longer
@@ -22992,10 +22998,6 @@ class AllocationWatch(Part):
             left_s = 0.0 if allocation.end_time is None else allocation.end_time - time.time()
             self.look_at = now + max(RETRY_END_S + allocation.node_index % 60, min(left_s / 10, CHECK_END_S))
 
-    def look_now(self) -> None:
-        """Slurm has started no step: perhaps the job is over."""
-        self.look_at = min(self.look_at, self.asked_at + DOUBT_S)
-
     def look_at_end(self) -> None:
         """SIGTERM has come, perhaps of scancel(1)."""
         allocation, now = self.context.allocation, time.monotonic()
@@ -23005,7 +23007,10 @@ class AllocationWatch(Part):
 
     def due(self) -> float:
         """The next look."""
-        return min(self.look_at, self.end_look_at)
+        allocation, look_at = self.context.allocation, self.look_at
+        if look_at < math.inf and allocation.refuses_steps:
+            look_at = min(look_at, self.asked_at + DOUBT_S)
+        return min(look_at, self.end_look_at)
 
     def act(self, now: float) -> None:
         """Ask, if it is time."""
@@ -23014,8 +23019,8 @@ class AllocationWatch(Part):
             argv = slurm_argv('sacct', '-X', '-n', '-P', '-j', self.context.allocation.job_id, '--format',
                               'JobID,State')
             self.launcher.query(argv, LAST_QUERY_S, self.on_end, query_variables())
-        if now >= self.look_at:
-            self.asked_at, self.look_at = now, math.inf
+        if now >= self.due():
+            self.asked_at, self.look_at, self.context.allocation.refuses_steps = now, math.inf, False
             argv = slurm_argv('scontrol', 'show', 'job', '-o', self.context.allocation.job_id)
             self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
 
@@ -23504,16 +23509,6 @@ class Runner:
             self.drain,
         ]
 
-    def carry(self) -> None:
-        """Hand on what steps tell other parts: that Slurm starts none now, and what it has measured."""
-        starter, accounting = self.starter, self.accounting
-        if starter.no_step:
-            self.context.pause(starter.no_step)
-            self.allocation_watch.look_now()
-            starter.no_step = ''
-        if accounting.rows:
-            self.link.report('accounting', accounting.rows)
-            accounting.rows = []
 
     # ---- the loop ----
 
@@ -23521,8 +23516,8 @@ class Runner:
         """Let every part act once, and speak to the server."""
         for part in self.parts:
             part.act(time.monotonic())
-            if self.context.in_steps:
-                self.carry()
+        if self.accounting is not None and self.accounting.rows:
+            self.link.report('accounting', self.accounting.take_rows())
         self.exchange()
         for part in (self.actions, self.dispatcher, self.view):     # what an answer brings starts now
             part.act(time.monotonic())
