@@ -13969,6 +13969,9 @@ class StepRulesTest(unittest.TestCase):
                                                               row['state'], row['ours']))
         self.assertEqual(set(torc.STEP_OUTCOMES), {'early', *(row['kind'] for row in STEP_ENDS)})
         self.assertLessEqual(set(torc.STEP_STATES), set(torc.SLURM_STATES))
+        for kind, outcome in torc.STEP_OUTCOMES.items():
+            reason = outcome.meaning.format(signal='SIGUSR1') + ': what srun said'
+            self.assertEqual(kind if outcome.meaning else '', torc.read_step_outcome(reason))
 
     def test_the_accounting_is_asked_only_where_it_may_change_the_verdict(self):
         for notes, sign, stopped_for, is_clear in (

@@ -19480,7 +19480,7 @@ class StepOutcome(Row):
 STEP_OUTCOMES = {
     'own':       StepOutcome('', ''),           # the job's own, or our doing
     'accounted': StepOutcome('', ''),           # srun's code: nobody could note the job's (a full disk)
-    'killed':    StepOutcome('failed',      'killed by {signal} with all of its step'),
+    'killed':    StepOutcome('failed',      'killed with all of its step, by {signal}'),
     'memory':    StepOutcome('failed',      'killed by Slurm, all of it or a part, at the memory limit of '
                                             'its step'),
     'timeout':   StepOutcome('terminated',  'reached the time limit of its Slurm step'),
