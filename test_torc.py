@@ -14539,21 +14539,6 @@ class AttemptsTest(unittest.TestCase):
                     self.assertRaisesRegex(ValueError, f'is {before}, and cannot become {after}', attempts.change, attempt, after)
                     self.assertEqual((before, [attempt]), (attempt.state, attempts.of(before)))
 
-    def test_those_of_a_state_stand_in_the_order_in_which_they_came_to_it(self):
-        attempts, made = torc.Attempts(), [self.attempt(number) for number in range(4)]
-        for attempt in made:
-            attempts.add(attempt)
-        for number in (2, 0, 3):
-            attempts.change(made[number], 'running')
-        self.assertEqual(([made[2], made[0], made[3]], [made[1]], 3),
-                         (attempts.of('running'), attempts.of('claimed'), attempts.count('running')))
-
-    def test_two_attempts_with_one_key_are_two(self):
-        attempts, made = torc.Attempts(), [self.attempt(), self.attempt()]
-        for attempt in made:
-            attempts.add(attempt)
-        attempts.change(made[0], 'dropped')
-        self.assertEqual([made[1]], attempts.of())
 
 
 class RunnerRulesTest(unittest.TestCase):
@@ -14574,20 +14559,30 @@ class RunnerRulesTest(unittest.TestCase):
         context = types.SimpleNamespace(options=torc.RunnerOptions(), workflow={}, allocation=None)
         return torc.ClaimPolicy(context, ledger, torc.Attempts())
 
-    def test_gpus_are_handed_out_least_recently_used_first(self):
+    def test_gpus_are_handed_out_least_recently_used_first_and_shared_by_the_queue_strategy(self):
         ledger = self.ledger(8, 1 << 30, ('0', '1', '2'))
         first = ledger.take(self.kind(gpus=2))
         ledger.release(first)
         self.assertEqual((('0', '1'), ('2', '0')), (first.devices, ledger.take(self.kind(gpus=2)).devices))
         self.assertIsNone(ledger.take(self.kind(gpus=2)))
-
-    def test_gpus_are_shared_in_turn_by_the_queue_strategy(self):
         ledger = self.ledger(1, 1, ('0', '1', '2'), 10)
         grants = [ledger.take(self.kind(gpus=count)) for count in (3, 2, 2)]
         self.assertEqual([('0', '1', '2'), ('0', '1'), ('2', '0')], [grant.devices for grant in grants])
-        for grant in grants:
-            ledger.release(grant)
-        self.assertEqual(3, len(ledger.devices[0]))
+
+    def test_a_claim_states_what_there_is_room_for_now_or_for_several_rounds_and_the_time_left(self):
+        ledger = torc.Ledger([torc.NodeSize(2, 1 << 30, ()), torc.NodeSize(4, 2 << 30, ('0',))], None)
+        ledger.take(self.kind(1, 1 << 29))
+        policy = self.policy(ledger)
+        want = policy.want(3480.0)
+        self.assertEqual(([(1, 1 << 29, 0), (4, 2 << 30, 1)], [(2, 1 << 30, 0), (4, 2 << 30, 1)]), (want['nodes'], want['sizes']))
+        self.assertEqual((5, 'PT1H', None), (want['limit'], want['time_limit'], policy.want(math.inf)['time_limit']))
+        policy = self.policy(self.ledger(2, 1 << 30))
+        for mean_s, rounds in ((math.inf, 1), (10.0, 1), (0.2, 1), (0.029, 5), (0.0059, 25), (0.0, 64)):
+            policy.mean_s = mean_s
+            self.assertEqual((rounds, 2 * rounds), (policy.rounds(), policy.want(math.inf)['limit']))
+        policy = self.policy(self.ledger(2, 1 << 30, max_jobs=4))
+        policy.least_s = 300.0
+        self.assertEqual((4, 'PT7M1S', None), (policy.want(301.0)['limit'], policy.want(301.0)['time_limit'], policy.want(299.0)))
 
     def test_a_ledger_of_several_nodes_places_each_job_and_hands_out_that_nodes_gpus(self):
         ledger = torc.Ledger([torc.NodeSize(2, 10, ('0',)), torc.NodeSize(4, 10, ('0', '1')), torc.NodeSize(2, 10, ())], None)
@@ -14601,35 +14596,6 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertEqual(((1, 2), ()), (whole.nodes, whole.devices))
         ledger.release(whole)
         self.assertEqual((('1',), (4, 10, 2)), (ledger.take(self.kind(1, 1, 1)).devices, ledger.pool.sizes[1]))
-
-    def test_a_claim_states_what_each_node_has_and_what_is_free_of_it(self):
-        ledger = torc.Ledger([torc.NodeSize(2, 1 << 30, ()), torc.NodeSize(4, 2 << 30, ('0',))], None)
-        ledger.take(self.kind(1, 1 << 29))
-        want = self.policy(ledger).want(math.inf)
-        self.assertEqual(([(1, 1 << 29, 0), (4, 2 << 30, 1)], [(2, 1 << 30, 0), (4, 2 << 30, 1)]), (want['nodes'], want['sizes']))
-        self.assertEqual(5, want['limit'])
-
-    def test_the_placeholder_requirements_are_no_limit_of_memory(self):
-        ledger = self.ledger(2, 10)
-        self.assertIsNone(ledger.take(self.kind(memory=1 << 20)))
-        self.assertIsNotNone(ledger.take(self.kind(memory=1 << 20, is_implicit=True)))
-
-    def test_short_jobs_are_claimed_ahead_and_long_ones_are_not(self):
-        appetite = self.policy(self.ledger(2, 1 << 30))
-        for mean_s, rounds in ((math.inf, 1), (10.0, 1), (0.2, 1), (0.029, 5), (0.0059, 25), (0.0, 64)):
-            appetite.mean_s = mean_s
-            self.assertEqual((rounds, 2 * rounds), (appetite.rounds(), appetite.want(math.inf)['limit']))
-
-    def test_a_claim_states_the_time_left_with_the_grace(self):
-        appetite = self.policy(self.ledger(2, 1 << 30))
-        self.assertIsNone(appetite.want(math.inf)['time_limit'])
-        self.assertEqual('PT1H', appetite.want(3480.0)['time_limit'])
-
-    def test_the_queue_strategy_claims_nothing_near_the_end(self):
-        appetite = self.policy(self.ledger(2, 1 << 30, max_jobs=4))
-        appetite.least_s = 300.0
-        self.assertEqual((4, 'PT7M1S'), tuple(appetite.want(301.0)[key] for key in ('limit', 'time_limit')))
-        self.assertIsNone(appetite.want(299.0))
 
     def test_waits_double_without_progress_and_are_short_without_children(self):
         pace, nothing = torc.Pace(torc.RunnerOptions(poll_interval_s=5, claim_backoff_max_s=300)), {'jobs': [], 'is_complete': False}
@@ -14739,28 +14705,6 @@ class NodeSizeTest(WorldTest):
         self.assertEqual(2 ** 20, torc.measure_node(torc.RunnerOptions(), root=root).memory_bytes)
         options = torc.RunnerOptions(num_cpus=64, memory_gb=1.5, num_gpus=2)
         self.assertEqual((64, 3 * 2 ** 29, ('0', '1')), torc.measure_node(options, root=root), 'options win')
-
-    def test_a_real_quota_is_what_a_runner_has(self):
-        directories = [path for path in torc.control_group_directories('cpu') if os.path.exists(path + '/cpu.cfs_quota_us')
-                       or os.path.exists(path + '/cpu.max')]
-        group = os.path.join(directories[0] if directories else '', f'torc-test-{self.world.mark}')
-        with contextlib.suppress(OSError):
-            os.mkdir(group if directories else '')
-            self.addCleanup(os.rmdir, group)
-        files = [name for name in ('cpu.cfs_quota_us', 'cpu.max') if os.path.exists(os.path.join(group, name))]
-        need('cgroup', files, 'makes a control group of the cpu controller')
-        with open(os.path.join(group, files[0]), 'w') as file:
-            file.write('100000 100000' if files[0] == 'cpu.max' else '100000')
-        before = torc.measure_node(torc.RunnerOptions()).num_cpus
-        child = os.fork()
-        if child == 0:
-            try:
-                torc.join_control_group(group)
-                os._exit(torc.measure_node(torc.RunnerOptions()).num_cpus)
-            finally:
-                os._exit(99)
-        self.assertEqual(1, end_child(child))
-        self.assertEqual(len(os.sched_getaffinity(0)), before)
 
     # -------- GPUs --------
 
@@ -15135,7 +15079,7 @@ class FakeStarter:
     def __init__(self) -> None:
         self.started, self.stopped, self.killed = [], [], []    # type: List[str], List[str], List[str]
         self.ends = {}          # type: Dict[str, Callable[[Any], Any]]
-        self.is_drained, self.judge_at = False, math.inf
+        self.launcher, self.judge_at = types.SimpleNamespace(unkillable={}), math.inf
         self.stop_before_s, self.kill_before_s = 90.0, 60.0
 
     def start(self, attempt: Any, outputs: List[int], on_end: Any) -> None:
@@ -15270,16 +15214,6 @@ class JobPartsTest(PartTest):
         completion = self.attempts.of('reported')[0].completion
         self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
         self.assertEqual([], self.scripts.commands)
-
-    def test_a_refused_completion_is_not_sent_again(self):
-        dispatcher = self.build()
-        self.claim(1)
-        dispatcher.act(time.monotonic())
-        self.starter.finish('j1')
-        self.completions.on_answer(self.attempts.of('reported'),
-                                   {'accepted': [], 'errors': [{'job_id': 1, 'attempt_id': 1,
-                                                                'message': 'too late'}]})
-        self.assertEqual(({}, {}, False), (self.states(), self.completions.counts, bool(self.attempts.by_state['reported'])))
 
     # -------- actions --------
 
@@ -17201,12 +17135,6 @@ class RunnerTest(RunnerCase):
         self.assertNotIn('sesame', self.stdio())
         self.assertFalse([name for name in found if 'VISIBLE_DEVICES' in name])
 
-    def test_a_failed_job_is_named_with_its_last_words(self):
-        self.create("echo 'no luck' >&2; exit 4")
-        outcome = self.run_it()
-        self.assertEqual([(1, 'j1', 4, 'no luck')], outcome.failed_jobs)
-        self.assertEqual([('j1', 4, 'no luck')], self.progress.failed)
-
     def test_the_reason_of_a_failure_is_kept_with_its_result(self):
         rows = rows_of('''
             command                                             reason
@@ -17225,30 +17153,12 @@ class RunnerTest(RunnerCase):
         self.assertEqual(wanted, {row['job_name']: row.get('reason', '') for row in results})
         self.assertEqual(wanted, {name: reason for name, _, reason in self.progress.failed})
 
-    def test_reasons_of_all_attempts_are_kept(self):
-        rule = {'match_all_exit_codes': True, 'max_retries': 2}
-        self.create({'command': 'echo attempt $TORC_ATTEMPT_ID >&2; exit 1', 'failure_handler': 'fix'},
-                    failure_handlers=[{'name': 'fix', 'rules': [rule]}])
-        self.run_it()
-        results = self.client.rows('list_results', workflow_id=1, all_runs=True)
-        self.assertEqual(['attempt 1', 'attempt 2'], [row['reason'] for row in results])
-        events = [event['data'] for event in self.client.rows('list_events', workflow_id=1, category='job')]
-        self.assertEqual([('error', 'j1: attempt 1'), ('error', 'j1: attempt 2')],
-                         [(data['level'], data['message']) for data in events])
-
     def test_a_reason_can_be_stored_whatever_a_job_writes(self):
         self.create("printf 'bad \\xff\\x1b[2J\\0\\u2028end' >&2; exit 1")
         self.run_it()
         reason, = (row['reason'] for row in self.client.rows('list_results', workflow_id=1))
         self.assertRegex(reason, r'\Abad .*end\Z')
         self.assertEqual(torc.printable(reason), reason)
-
-    def test_many_missing_files_are_named_in_short(self):
-        names = [f'f{number}' for number in range(30)]
-        self.create({'command': 'true', 'output_files': names},
-                    files=[{'name': name, 'path': name + '.txt'} for name in names])
-        self.assertRegex(self.run_it().failed_jobs[0][3],
-                         r'\Adeclared output files are missing: (\S+\.txt, ){9}\S+\.txt and 20 more\Z')
 
     def test_stdio_modes_make_these_files(self):
         rows = rows_of('''
@@ -17337,17 +17247,6 @@ class RunnerTest(RunnerCase):
             self.assertEqual(1, self.run_it(max_output_bytes=1000).completed)
         self.assertEqual(('y\n' * 500, ['stdout was cut off at 1000B of 293.0KB (--max-output-bytes)']), (self.stdio(), self.capped()))
 
-    def test_many_runaway_jobs_at_a_time_are_capped_and_the_runner_stays_small(self):
-        self.create(*['head -c 2000000 /dev/zero; head -c 2000000 /dev/zero >&2'] * 100)
-        before = len(os.listdir('/proc/self/fd'))
-        outcome = self.run_it(max_output_bytes=1000, max_parallel_jobs=100)
-        self.assertEqual(100, outcome.completed)
-        paths = glob.glob(glob.escape(self.world.path('out', 'job_stdio')) + '/*')
-        self.assertEqual((200, {1000}), (len(paths), {os.path.getsize(path) for path in paths}))
-        self.assertEqual({'stdout was cut off at 1000B of 1.9MB (--max-output-bytes); stderr was cut off at 1000B of 1.9MB (--max-output-bytes)'},
-                         set(self.capped()))
-        self.assertEqual(before, len(os.listdir('/proc/self/fd')))
-
     def test_a_missing_output_file_fails_the_job_by_name(self):
         self.create({'command': 'true', 'output_files': ['f']}, {'command': 'true', 'input_files': ['f']},
                     {'command': 'echo > new/deep/made.txt; mkdir new/made', 'output_files': ['g', 'h']},
@@ -17401,12 +17300,6 @@ class RunnerTest(RunnerCase):
         self.assertEqual([(1, 1, 10, 'failed')], self.results())
         self.assertIn('the recovery script ended with return code 5: no such luck (its log: recovery_wf1_r1_j1_a1.log)', outcome.failed_jobs[0][3])
         self.assertEqual('hm\nno such luck\n', self.world.read('out/recovery_wf1_r1_j1_a1.log'))
-
-    def test_max_retries_counts_attempts(self):
-        self.create({'command': 'exit 1', 'failure_handler': 'fix'},
-                    failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True}]}])
-        self.assertEqual(1, self.run_it().failed)
-        self.assertEqual([1, 2, 3], [row[1] for row in self.results()])
 
     def test_a_failure_without_a_rule_may_wait_for_a_decision(self):
         self.create('exit 1', {'command': 'true', 'depends_on': ['j1']}, use_pending_failed=True, compute_node_wait_for_new_jobs_seconds=1)
@@ -28402,26 +28295,6 @@ class OutputSafetyTest(FlowTest):
         path, = glob.glob(glob.escape(self.world.path('away')) + '/job_runner_*')
         return text in runner.err or text in read_text(path)
 
-    def test_on_a_disk_that_fills_up_no_more_jobs_are_started(self):
-        small = self.world.path('small')
-        os.mkdir(small)
-        mount = ['mount', '-t', 'tmpfs', '-o', 'size=200k', 'tmpfs', small]
-        mounted = subprocess.run(mount, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) if shutil.which('mount') else None
-        need('mount', mounted and mounted.returncode == 0, 'root, and a kernel that mounts a small tmpfs')
-        self.addCleanup(subprocess.check_call, ['umount', small])
-        spec = self.world.write('fill.yaml', '''
-            name: fill
-            compute_node_wait_for_new_jobs_seconds: 1
-            jobs:
-              - {name: "j{i}", command: "head -c 30000 /dev/zero; sleep 0.1", parameters: {i: "1:30"}}
-            ''')
-        outcome = self.world.cli('run', '-p', 0.2, '--num-cpus', 1, '-o', small + '/out', spec)
-        self.assertExit(1, outcome, f'the disk of the output directory {small}/out is full')
-        counts = collections.Counter(self.statuses().values())
-        self.assertEqual({'completed', 'ready'} | ({'failed'} & set(counts)), set(counts))
-        self.assertEqual((30, True), (sum(counts.values()), counts['failed'] <= 2), counts)
-        self.assertEqual(1, outcome.err.count('no more jobs are started'))
-        self.assertExit(2, self.world.cli('run', 1, '-o', small + '/out'), 'is full: name another one with --output-dir')
 
 
 class OfflineDrainFlowTest(FlowTest):
@@ -28560,19 +28433,6 @@ class OutputCapTest(FlowTest):
         reason, = [row['reason'] for row in self.ask_json('results', 'list', 1)['items'] if row['return_code']]
         self.assertEqual(f'the disk of the output directory {small}/out is full', reason)
 
-    def test_an_attempt_leaves_at_most_two_files_and_the_runner_two_of_its_own(self):
-        modes = {'separate': 2, 'combined': 1, 'no_stdout': 1, 'no_stderr': 1, 'none': 0}
-        jobs = ''.join(f'  - {{name: {mode}, command: "echo o; echo e >&2", stdio: {{mode: {mode}}}}}\n' for mode in modes)
-        jobs += '  - {name: gone, command: "echo o", stdio: {delete_on_success: true}}\n'
-        for flags in ((), ('--max-output-bytes', '1')):
-            self.run_text('name: w\njobs:\n' + jobs, *flags)
-        for workflow_id in (1, 2):
-            found = os.listdir(self.world.path('torc_output', 'job_stdio'))
-            counts = [sum(name.startswith(f'job_wf{workflow_id}_j{job_id + 6 * (workflow_id - 1)}_') for name in found) for job_id in range(1, 7)]
-            self.assertEqual([*modes.values(), 0], counts)
-        others = {re.sub('[0-9]+', '1', name) for name in os.listdir(self.world.path('torc_output')) if not name.startswith('torc.db')}
-        self.assertEqual({'.gitignore', 'job_stdio', '.torc_database', re.sub('[0-9]+', '1', os.path.basename(glob.glob(glob.escape(
-            self.world.path('torc_output')) + '/job_runner_*')[0]))}, others)
 
 
 # -------- runners that are killed, and jobs that leave behind what they can --------

@@ -747,10 +747,16 @@ def parse_time(text: str) -> float:
         raise ValueError(f'{text!r} is not a time that exists') from None
 
 
+@functools.lru_cache(maxsize=4)     # a log has many lines of one second
+def format_second(whole: int) -> str:
+    """The same without fractions and time zone."""
+    return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))
+
+
 def format_time(value_s: float) -> str:
     """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'; the nearest with a year of four digits."""
     whole, milliseconds = divmod(int(round(min(max(value_s, -30610224000), 253402300799) * 1000)), 1000)
-    return time.strftime(f'%Y-%m-%dT%H:%M:%S.{milliseconds:03d}Z', time.gmtime(whole))
+    return f'{format_second(whole)}.{milliseconds:03d}Z'
 
 
 def format_elapsed(value_s: float) -> str:
@@ -20198,7 +20204,7 @@ class Attempt:
         self.completion = {}            # type: Dict[str, Any]  # from its verdict on
         self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
-        self.cut = {}                   # type: Dict[str, int]  # path -> bytes that were cut off of it
+        self.cut = {}                   # type: Dict[str, int]  # stdout, say -> bytes that were cut off of it
         self.script = ''                # that is to run before it is tried again
         self.limit_at = math.inf        # monotonic; its own timeout is over
         self.step = None                # type: Any  # a Step, if Slurm starts it as one (16e)
@@ -21221,12 +21227,6 @@ class ClaimPolicy:
                 'scheduler_config_id': context.allocation and context.allocation.scheduler_config_id,
                 'strict': options.is_strict, **common}
 
-    def add(self, attempts: Sequence[Attempt]) -> None:
-        """Claimed jobs, in the server's order."""
-        for attempt in attempts:
-            self.attempts.add(attempt)
-        self.moved_at = time.monotonic()
-
     def take(self, attempt: Attempt) -> bool:
         """Grant an attempt of the backlog what it needs, if there is room for it."""
         attempt.grant = self.ledger.take(attempt.needs, attempt.job.get('nodes', ()))
@@ -21273,14 +21273,6 @@ class DirectStarter(Part):
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         self.kill_before_s = context.config['sigkill_headroom_seconds']     # the end of the node's time
         self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing is to be started, as on a node that Slurm drains (UnkillableStepTimeout).
-
-        What sleeps in the kernel, mostly on a lost file system, would soon have company.
-        """
-        return bool(self.launcher.unkillable)
 
     def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any]) -> None:
         """Open an attempt's files into `outputs` and start it with what its grant holds. OSError, ValueError.
@@ -21334,31 +21326,24 @@ class Scripts:
         self.context = context
         self.launcher = launcher
         self.shell = Shell(launcher)
-        self.running = {}       # type: Dict[Process, None]
+        self.started = []       # type: List[Process]  # that were running when the last one was started
 
     def start(self, command: str, variables: Dict[str, str], log_name: str, name: str,
               on_end: Callable[[Process], Any]) -> Process:
-        """Start a script. OSError, ValueError."""
-        def on_script_end(process: Process) -> None:
-            del self.running[process]
-            on_end(process)
-        descriptor = self.open_log(log_name)
+        """Start a script, also where its log cannot be written. OSError, ValueError."""
         try:
-            process = self.shell.start(command, variables, (descriptor, descriptor), name, on_script_end)
-        finally:
-            os.close(descriptor)
-        self.running[process] = None
-        return process
-
-    def open_log(self, name: str) -> int:
-        """Such a log; where none can be written, a script runs all the same. OSError if the name is taken."""
-        try:
-            return append_to_file(os.path.join(self.context.output.path, name))
+            descriptor = append_to_file(os.path.join(self.context.output.path, log_name))
         except OSError as error:
             if error.errno in TAKEN:
                 raise
-            self.context.log.write(f'What is to be added to {name} is lost: {error.strerror}', 'warning')
-            return os.open(os.devnull, os.O_WRONLY)
+            self.context.log.write(f'What is to be added to {log_name} is lost: {error.strerror}', 'warning')
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+        try:
+            process = self.shell.start(command, variables, (descriptor, descriptor), name, on_end)
+        finally:
+            os.close(descriptor)
+        self.started = [one for one in self.started if one in self.launcher.children] + [process]
+        return process
 
     def kill(self, process: Process) -> None:
         """SIGKILL for one of them."""
@@ -21366,7 +21351,8 @@ class Scripts:
 
     def stop(self, number: int, lead_s: float) -> None:
         """Signal all that run; SIGKILL follows after `lead_s`."""
-        self.launcher.stop_all(list(self.running), number, lead_s)
+        running = [process for process in self.started if process in self.launcher.children]
+        self.launcher.stop_all(running, number, lead_s)
 
 
 def has_commands(action: Dict[str, Any]) -> bool:
@@ -21513,24 +21499,21 @@ class OutputCap:
 
     def cut(self, attempt: Attempt) -> None:
         """Cut the files of an attempt."""
-        for path in filter(None, {attempt.stdout, attempt.stderr}):
-            with contextlib.suppress(OSError):      # it is gone, or its disk
+        files = {attempt.stderr: 'stderr', attempt.stdout: 'stdout'}
+        for path, name in files.items() if self.limit_bytes is not None else ():
+            with contextlib.suppress(OSError, TypeError):       # it is gone, or its disk; or there is none
                 found = os.lstat(path)
                 if stat.S_ISREG(found.st_mode) and found.st_size > self.limit_bytes:
                     os.truncate(path, self.limit_bytes)
-                    attempt.cut[path] = attempt.cut.get(path, 0) + found.st_size - self.limit_bytes
+                    name = name if len(files) == 2 else 'output'
+                    attempt.cut[name] = attempt.cut.get(name, 0) + found.st_size - self.limit_bytes
 
     def describe(self, attempt: Attempt) -> str:
         """Cut the files of an attempt that has ended; what it has lost in all, or ''."""
-        if self.limit_bytes is None:
-            return ''
         self.cut(attempt)
-        names = {attempt.stdout: 'stdout', attempt.stderr: 'stderr'}
-        if len(names) == 1:
-            names = {attempt.stdout: 'output'}
         return '; '.join(f'{name} was cut off at {format_memory(self.limit_bytes)} of '
-                         f'{format_memory(self.limit_bytes + attempt.cut[path])} (--max-output-bytes)'
-                         for path, name in names.items() if path in attempt.cut)
+                         f'{format_memory(self.limit_bytes + num_bytes)} (--max-output-bytes)'
+                         for name, num_bytes in sorted(attempt.cut.items(), reverse=True))
 
 
 class Completions(Part):
@@ -21699,15 +21682,13 @@ class Completions(Part):
 
     def skip_recovery(self, attempt: Attempt) -> None:
         """The runner is stopped: the job is ready again, as those that it stops, and no retry is spent."""
-        reasons = attempt.reason, 'the recovery script was stopped with the runner'
-        attempt.completion.update(status='terminated', interrupted=True, retry=False,
-                                  reason='; '.join(filter(None, reasons)))
-        self.report(attempt)
+        reason = 'the recovery script was stopped with the runner'
+        self.veto_retry(attempt, reason, status='terminated', interrupted=True)
 
-    def veto_retry(self, attempt: Attempt, reason: str) -> None:
+    def veto_retry(self, attempt: Attempt, reason: str, **changes: Any) -> None:
         """No further attempt, for this reason."""
         attempt.reason = '; '.join(filter(None, (attempt.reason, printable(reason))))
-        attempt.completion.update(retry=False, reason=attempt.reason)
+        attempt.completion.update(retry=False, reason=attempt.reason, **changes)
         self.context.log.write(f'No retry: {reason}', 'warning', **self.context.names(attempt))
         self.report(attempt)
 
@@ -21803,8 +21784,9 @@ class Dispatcher(Part):
             self.note_output(output.look())
             if self.is_paused and not output.loss:
                 self.link.poll_now()
+        # What SIGKILL does not end sleeps in the kernel, mostly on a lost file system: it would have company.
         self.is_paused = time.monotonic() < context.not_before
-        return self.is_paused or self.starter.is_drained
+        return self.is_paused or bool(self.starter.launcher.unkillable)
 
     def note_output(self, loss: str) -> None:
         """Say whether output can be written, if that has changed; make a pause if it cannot."""
@@ -21820,7 +21802,7 @@ class Dispatcher(Part):
 
     def want(self) -> Optional[Dict[str, Any]]:
         """The work to ask for."""
-        if self.is_closed or not self.may_claim or self.is_paused or self.starter.is_drained:
+        if self.is_closed or not self.may_claim or self.is_paused or self.starter.launcher.unkillable:
             return None
         return self.policy.want(self.context.end - time.monotonic())
 
@@ -21828,8 +21810,9 @@ class Dispatcher(Part):
         """Take in the jobs of an answer."""
         kinds = [job_needs(kind) for kind in answer['kinds']]
         rules = {None: (), **dict(enumerate(answer['handlers']))}
-        self.policy.add([Attempt(job, kinds[job['kind']], rules[job['failure_handler']])
-                         for job in answer['jobs']])
+        for job in answer['jobs']:      # in the server's order
+            self.attempts.add(Attempt(job, kinds[job['kind']], rules[job['failure_handler']]))
+        self.policy.moved_at = time.monotonic()
         self.link.pace.on_claim()
         if self.is_closed:
             self.link.give_back(self.attempts.of('claimed'))
@@ -22276,11 +22259,6 @@ class SlurmStarter(Part):
         self.stop_before_s = context.config['sigkill_headroom_seconds']
         self.kill_before_s = self.stop_before_s / 2
         launcher.guard(functools.partial(end_steps, self.directory, self.allocation.job_id))
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing is to be started: see DirectStarter."""
-        return bool(self.launcher.unkillable)
 
     # ---- starting ----
 
