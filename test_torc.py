@@ -14749,10 +14749,10 @@ class NodeSizeTest(WorldTest):
         for name, command in programs.items():
             os.chmod(self.world.write(f'bin/{name}', f'#!/bin/sh\n{command}\n'), 0o755)
         with self.world.inside({'PATH': self.world.path('bin') + ':' + os.environ['PATH']}), contextlib.ExitStack() as stack:
-            launcher = torc.Launcher()
-            stack.callback(launcher.close)
             wakeup = torc.Wakeup()
             stack.callback(wakeup.close)
+            launcher = torc.Launcher(wakeup.wake)
+            stack.callback(launcher.close)
             with unittest.mock.patch.object(torc, 'count_driver_gpus', lambda: 0):
                 return torc.ask_for_gpus(torc.RunnerOptions(**options), launcher, wakeup)
 
