@@ -18676,8 +18676,11 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
     if labelled:
         warnings.append(Problem(f'{labelled} jobs have labels: they are left to runners with these labels'))
     schedulers = [scheduler_block(scheduler, options.account) for scheduler in made.schedulers]
-    actions = list(itertools.chain.from_iterable(
-        action_blocks(graph, scheduler) for scheduler in made.schedulers)) if options.has_actions else []
+    # When the gates of a stage are ready, its allocations are submitted.
+    actions = [{'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
+                'jobs': [graph.names[job] for job in stage.gates], 'scheduler': scheduler.name,
+                'scheduler_type': 'slurm', 'num_allocations': stage.num_allocations}
+               for scheduler in made.schedulers for stage in scheduler.stages] if options.has_actions else []
     value = dict(document.value)
     value['jobs'], mixed = name_schedulers(value['jobs'], spec.starts, graph, made)
     if mixed:
@@ -18729,14 +18732,6 @@ def scheduler_block(made: PlannedScheduler, account: str) -> Dict[str, Any]:
     if made.partition.default_qos:
         block['qos'] = made.partition.default_qos
     return block
-
-
-def action_blocks(graph: JobGraph, made: PlannedScheduler) -> Iterator[Dict[str, Any]]:
-    """Entries of actions: when the gates of a stage are ready, its allocations are submitted."""
-    for stage in made.stages:
-        yield {'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
-               'jobs': [graph.names[job] for job in stage.gates], 'scheduler': made.name,
-               'scheduler_type': 'slurm', 'num_allocations': stage.num_allocations}
 
 
 def rebase_tables(value: Dict[str, Any], directory: str, new_directory: str) -> Dict[str, Any]:
