@@ -16595,6 +16595,7 @@ class TreeSampler:
         if not self.trees:
             self.regular_at = now + self.interval_s
         self.trees[key] = tree
+        self.seen.discard(tree.pid)     # it may have been another's
         self.next_at = min(self.next_at, self.regular_at, max(tree.look_at, self.rest_until))
 
     def look(self, now: float) -> List[Any]:
@@ -22080,6 +22081,7 @@ class Monitor(Part):
                              'its resource_requirements, or set limit_resources: false in execution_config'
             self.attempts.set_stopping(attempt, 'memory')
         self.starter.kill([attempt])
+        tree.limit_bytes = 0    # once is enough
 
     def judge_memory(self, attempt: Attempt, verdict: Verdict) -> Verdict:
         """What an end means, when it was for lack of memory: by its limit, or by the kernel."""
