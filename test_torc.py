@@ -15305,7 +15305,7 @@ class JobPartsTest(PartTest):
                 self.pace.worked_at = clock.now - float(row['idle'])
                 self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
                 self.server.sent_at = clock.now
-                torc.ExitRules(self.server.context, shutdown).look()
+                torc.ExitRules(self.server.context, self.dispatcher, self.server, shutdown).look()
                 self.assertEqual(row['reason'], shutdown.context.leaving)
 
     def test_a_runner_leaves_for_the_first_reason_that_holds(self):
@@ -15326,7 +15326,7 @@ class JobPartsTest(PartTest):
                 self.build(**workflow)
                 launcher = unittest.mock.Mock(children={})
                 shutdown = torc.Shutdown(self.server.context, launcher, self.dispatcher, self.scripts, self.server)
-                rules = torc.ExitRules(self.server.context, shutdown)
+                rules = torc.ExitRules(self.server.context, self.dispatcher, self.server, shutdown)
                 self.server.answer = dict(idle, **answer)
                 self.pace.on_end()
                 rules.look()
@@ -16728,8 +16728,6 @@ class AllocationPartsTest(PartTest):
         rows = [{'id': number, 'scheduler_id': slurm_id, 'scheduler_type': 'slurm'}
                 for number, slurm_id in ((1, 71), (2, 72), (3, 0), (4, 74))]
         queue = '71|PENDING|a|\n72|RUNNING|b|\n9|PENDING|c|\n'
-        self.assertEqual(([1, 3], [71]), self.surplus(rows, torc.Reply(0, queue, '')))
-        self.assertEqual(([], []), self.surplus(rows, torc.Reply(1, '', 'away')))
         context, slurm = self.allocation(), AnsweringSlurm(squeue=queue)
         calls = []      # type: List[Any]
 
@@ -16744,16 +16742,11 @@ class AllocationPartsTest(PartTest):
                          [row[1:] for row in calls if row[0] == 'update_scheduled_compute_node'])
         self.assertEqual(['cancel_unneeded_pending_allocations'],
                          [row[1]['data']['action'] for row in calls if row[0] == 'create_event'])
-        rows.clear()
-        slurm.calls.clear()
-        torc.cancel_surplus(context, unittest.mock.Mock(call=call), slurm.ask)
-        self.assertEqual([], slurm.calls)
-
-    @staticmethod
-    def surplus(rows: List[Dict[str, Any]], reply: Any) -> Tuple[List[int], List[int]]:
-        """Ids of records, and Slurm jobs."""
-        chosen, numbers = torc.find_surplus(rows, reply)
-        return [row['id'] for row in chosen], numbers
+        for answer, called in ((torc.Reply(1, '', 'away'), ['squeue']), (queue, [])):
+            slurm, before = AnsweringSlurm(squeue=answer), len(calls)
+            torc.cancel_surplus(context, unittest.mock.Mock(call=call), slurm.ask)
+            self.assertEqual((called, before + 1), ([argv[0] for argv in slurm.calls], len(calls)))
+            rows.clear()
 
     def test_work_is_left_for_an_allocation_while_jobs_are_ready_or_active(self):
         for counts, is_left in (({'completed': 3}, False), ({'blocked': 2, 'pending_failed': 1}, False),

@@ -23254,48 +23254,49 @@ class UnkillableReport(Part):
 class ExitRules:
     """When this runner leaves though nobody has asked for it."""
 
-    def __init__(self, context: NodeContext, shutdown: Shutdown) -> None:
+    def __init__(self, context: NodeContext, dispatcher: Dispatcher, link: ServerLink,
+                 shutdown: Shutdown) -> None:
         self.context = context
+        self.dispatcher = dispatcher
+        self.link = link
         self.shutdown = shutdown
 
     def look(self) -> None:
         """Decide whether it is time to leave."""
-        context, shutdown, link = self.context, self.shutdown, self.shutdown.link
+        context, link = self.context, self.link
         self.look_for_cancel()
         if context.leaving:
             return
         if link.answer['is_complete'] and not context.setting('compute_node_ignore_workflow_completion'):
             context.log.write('Workflow complete', workflow_id=context.workflow_id)
-            shutdown.leave('complete')
-        elif not (shutdown.launcher.children or link.has_updates or link.sent_at <= link.pace.ended_at
+            self.shutdown.leave('complete')
+        elif not (link.launcher.children or link.has_updates or link.sent_at <= link.pace.ended_at
                   or link.attempts.count('claimed', 'ended', 'recovering')):
             self.look_while_idle()
 
     def look_for_cancel(self) -> None:
         """Leave if the workflow was canceled."""
-        context, shutdown = self.context, self.shutdown
-        if not context.leaving and shutdown.link.answer['is_canceled']:
+        context = self.context
+        if not context.leaving and self.link.answer['is_canceled']:
             context.log.write('Workflow canceled', workflow_id=context.workflow_id)
-            shutdown.leave('cancel', context.config['sigterm_lead_seconds'])
+            self.shutdown.leave('cancel', context.config['sigterm_lead_seconds'])
 
     def patience_s(self) -> float:
         """How long the server may keep a request: without children, until the runner is to leave."""
-        context, shutdown = self.context, self.shutdown
-        if shutdown.launcher.children:
-            return 0.0
+        context, now = self.context, time.monotonic()
         limit_s = context.setting('compute_node_wait_for_new_jobs_seconds') or math.inf
-        now = time.monotonic()
-        return min(IDLE_WAIT_S, shutdown.link.pace.worked_at + limit_s - now,
-                   context.end - shutdown.dispatcher.policy.least_s - now)
+        return 0.0 if self.link.launcher.children else min(
+            IDLE_WAIT_S, self.link.pace.worked_at + limit_s - now,
+            context.end - self.dispatcher.policy.least_s - now)
 
     def look_while_idle(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
-        context, link, leave = self.context, self.shutdown.link, self.shutdown.leave
-        answer, pace, policy = link.answer, link.pace, self.shutdown.dispatcher.policy
+        context, link, leave = self.context, self.link, self.shutdown.leave
+        answer, pace, policy = link.answer, link.pace, self.dispatcher.policy
         limit_s, now = context.setting('compute_node_wait_for_new_jobs_seconds'), time.monotonic()
         is_persistent = context.options.is_persistent
         stays = is_persistent and answer['unfinished'] and answer.get('has_jobs_for_node', True)
-        if stays or link.state != 'online' or self.shutdown.actions.is_busy:
+        if stays or link.state != 'online' or self.dispatcher.actions.is_busy:
             pace.worked_at = now
             return
         pending = answer.get('pending_actions') and now - pace.ended_at < LATE_ACTION_S
@@ -23317,33 +23318,13 @@ class ExitRules:
             context.say(f'{self.shutdown.left_work}. Exiting job runner.')
 
 
-class ProgressView(Part):
-    """Shows how far the whole workflow is, as soon as the server has said it."""
-
-    def __init__(self, context: NodeContext, link: ServerLink) -> None:
-        self.context = context
-        self.link = link
-        self.seen = None        # type: Optional[Dict[str, Any]]  # the last answer, and
-        self.counts = {}        # type: Dict[str, int]  # ... what it says
-
-    def act(self, now: float) -> None:
-        """Pass the counts on, and write the log."""
-        if self.link.num_answers:
-            if self.link.answer is not self.seen:
-                self.seen = self.link.answer
-                self.counts = self.count(self.seen)
-            running = max(self.counts['running'], self.link.attempts.count(*STARTED))
-            self.context.progress.on_turn(dict(self.counts, running=running))
-        self.context.log.flush()
-
-    @staticmethod
-    def count(answer: Dict[str, Any]) -> Dict[str, int]:
-        """What an answer says of the workflow's jobs, those of other runners too."""
-        counts = collections.Counter(answer['jobs_by_status'])
-        return {'total': sum(counts.values()), 'running': counts['running'], 'completed': counts['completed'],
-                'done': sum(counts[row.name] for row in STATUSES if row.is_done),
-                'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
-                'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
+def count_jobs(answer: Dict[str, Any]) -> Dict[str, int]:
+    """What an answer says of the workflow's jobs, those of other runners too."""
+    counts = collections.Counter(answer['jobs_by_status'])
+    return {'total': sum(counts.values()), 'running': counts['running'], 'completed': counts['completed'],
+            'done': sum(counts[row.name] for row in STATUSES if row.is_done),
+            'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
+            'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
 
 
 def is_work_left(counts: Dict[str, int]) -> bool:
@@ -23351,27 +23332,20 @@ def is_work_left(counts: Dict[str, int]) -> bool:
     return any(counts.get(STATUS_NAMES[code]) for code in (READY, *ACTIVE))
 
 
-def find_surplus(rows: Sequence[Dict[str, Any]], queue: Reply) -> Tuple[List[Dict[str, Any]], List[int]]:
-    """Of the records of pending allocations those that can go, and their Slurm jobs that wait in the queue.
-
-    `queue`: the reply to find_own_jobs_argv(). One that has begun finds out by itself that nothing is left.
-    """
-    jobs = {job.id: job for job in parse_own_jobs(queue.out)} if queue.code == 0 else {}
-    waiting = [row for row in rows
-               if row['scheduler_id'] in jobs and jobs[row['scheduler_id']].state == 'PENDING']
-    unsubmitted = [row for row in rows if not row['scheduler_id'] and queue.code == 0]
-    return waiting + unsubmitted, [row['scheduler_id'] for row in waiting]
-
-
 def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
-    """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel."""
+    """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel.
+
+    One that has begun finds out by itself that nothing is left, also one that begins in this moment.
+    """
     workflow_id = context.workflow_id
     rows = [row for row in client.call('list_scheduled_compute_nodes', workflow_id=workflow_id,
                                        status='pending')['items'] if row['scheduler_type'] == 'slurm']
-    if not rows:
+    queue = ask(find_own_jobs_argv()) if rows else Reply(0, '', '')
+    if queue.code:
         return
-    chosen, numbers = find_surplus(rows, ask(find_own_jobs_argv()))
-    # One that begins in this moment is left alone.
+    pending = {job.id for job in parse_own_jobs(queue.out) if job.state == 'PENDING'}
+    chosen = [row for row in rows if not row['scheduler_id'] or row['scheduler_id'] in pending]
+    numbers = [row['scheduler_id'] for row in chosen if row['scheduler_id']]
     reply = ask(slurm_argv('scancel', '--state=PENDING', *numbers)) if numbers else Reply(0, '', '')
     if reply.code and not is_unknown_job(reply):
         context.say(f'scancel: {explain_reply(reply)}', 'warning')
@@ -23463,10 +23437,10 @@ class Runner:
         self.completions = Completions(context, self.policy, starter, measure, scripts, link)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, link)
-        self.exit_rules = ExitRules(context, self.shutdown)
+        self.exit_rules = ExitRules(context, self.dispatcher, link, self.shutdown)
         self.allocation_watch = AllocationWatch(context, launcher)
         self.drain = OfflineDrain(context, link)
-        self.view = ProgressView(context, link)
+        self.counts = {}            # type: Dict[str, int]  # what the server has said of all jobs
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.has_survey = False     # the server has said which jobs will never run here
         self.parts = [              # in the order of a turn; then comes the exchange with the server
@@ -23494,8 +23468,12 @@ class Runner:
         if self.accounting is not None and self.accounting.rows:
             self.link.report('accounting', self.accounting.take_rows())
         self.exchange()
-        for part in (self.actions, self.dispatcher, self.view):     # what an answer brings starts now
+        for part in (self.actions, self.dispatcher):    # what an answer brings starts now
             part.act(time.monotonic())
+        if self.counts:
+            running = max(self.counts['running'], self.attempts.count(*STARTED))
+            self.context.progress.on_turn(dict(self.counts, running=running))
+        self.context.log.flush()
 
     def exchange(self) -> None:
         """Send a request, if it is time; take an answer in, if there is one."""
@@ -23521,6 +23499,7 @@ class Runner:
         self.dispatcher.revoke(answer.get('revoked', ()))   # older servers do not say it
         self.actions.revoke(answer.get('revoked_actions', ()))
         self.has_survey = self.has_survey or self.link.request['survey']
+        self.counts = count_jobs(answer)
         for notice in answer['notices']:
             self.context.say_once(notice)
         self.completions.on_answer(self.link.sent_completions, answer)
@@ -23598,14 +23577,10 @@ class Runner:
 
     @property
     def has_drained(self) -> bool:
-        """Whether the server is away for too long and nothing is left to wait for: the drained exit."""
-        if not self.link.is_over:
-            return False
-        is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
-        # What is in memory alone would be lost: it waits for the server, or for room, while it may. In a
-        # hurry OfflineDrain.close() does what there is time for.
-        is_kept = not self.drain.unkept() or self.context.leaving in SIGNAL_REASONS
-        return is_kept and not (is_asking or self.attempts.by_state['ended'])
+        """Whether the server is away for too long and nothing is left to wait for: the drained exit. What is
+        in memory alone would be lost: while there is time it waits for the server, or for room on disk."""
+        return self.link.is_over and not (self.has_slurm_work or self.attempts.by_state['ended']) and (
+            self.context.leaving in SIGNAL_REASONS or not self.drain.unkept())
 
     @property
     def has_slurm_work(self) -> bool:
@@ -23634,28 +23609,26 @@ class Runner:
         context, drain = self.context, self.drain
         left = self.attempts.of('ended', 'judged', 'recovering', 'reported')
         lost = [attempt.name for attempt in left if attempt not in drain.kept]
-        lines, where = [self.link.error.message], {}    # type: List[str], Dict[str, Any]
+        words, where = [], {}       # type: List[str], Dict[str, Any]
         if lost:
-            lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
+            words.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
         num_lost = len(self.link.outbox['action_results']) - drain.kept_actions
         if num_lost:
-            lines.append(f'{num_lost} results of actions could not be reported, nor kept on disk: they may '
+            words.append(f'{num_lost} results of actions could not be reported, nor kept on disk: they may '
                          'be carried out again')
-        counts = ((len(left) - len(lost), 'jobs that ended meanwhile'),
-                  (drain.kept_actions, 'results of actions'))
-        kept = [f'{count} {words}' for count, words in counts if count]
+        kept = [f'{count} {what}' for count, what in (
+            (len(left) - len(lost), 'jobs that ended meanwhile'), (drain.kept_actions, 'results of actions'))
+                if count]
         if kept:
-            where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
-                     'run_id': context.run_id}
-            lines.append(f"{' and '.join(kept)} are kept in {where['journal']}")
-        if not lines[1:]:
-            lines.append('nothing is left to be reported')
-        words = lines[1:]
-        if where:
+            where = {'journal': drain.path, 'base_dir': context.output.path, 'run_id': context.run_id}
+            words.append(f"{' and '.join(kept)} are kept in {drain.path}")
+        words = words or ['nothing is left to be reported']
+        error = Unreachable('\n'.join([self.link.error.message, *words]), **where)
+        if kept:
             words.append(f'torc.py workflows reconcile {context.workflow_id} {context.run_id} --base-dir '
-                         f"{shlex.quote(where['base_dir'])}, when the server is back")
+                         f'{shlex.quote(context.output.path)}, when the server is back')
         context.log.write(f"Offline drain complete: {'; '.join(words)}", 'warning')
-        return Unreachable('\n'.join(lines), **where)
+        return error
 
 
 def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wakeup: Wakeup,
