@@ -17042,7 +17042,7 @@ class LoopTest(PartTest):
         self.assertEqual(([], []), (self.client.calls, self.client.requests))
         self.assertTrue(all(part.due() >= 0 for part in runner.parts))
 
-    def test_no_part_holds_the_runner(self):
+    def test_no_part_holds_the_runner_and_none_is_changed_after_it_was_made(self):
         runner = self.runner()
         seen, waiting = set(), list(runner.parts)
         while waiting:
@@ -17050,8 +17050,12 @@ class LoopTest(PartTest):
             if id(thing) not in seen and type(thing).__module__ == 'torc' and not isinstance(thing, tuple):
                 seen.add(id(thing))
                 self.assertIsNot(runner, thing)
-                waiting += [value for name, value in getattr(thing, '__dict__', {}).items() if name != 'call']
+                waiting += [getattr(value, '__self__', value) for value in getattr(thing, '__dict__', {}).values()]
         self.assertGreater(len(seen), 10)
+        make, = (node for node in ast.walk(ast.parse(inspect.getsource(torc.Runner))) if getattr(node, 'name', '') == '__init__')
+        changed = [node for node in ast.walk(make) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                   and getattr(node.value, 'id', '') not in ('self', 'context')]
+        self.assertEqual([], changed)
 
     def test_a_part_that_is_due_ends_the_wait_and_acts_in_each_turn(self):
         class Sampler:
@@ -17346,36 +17350,6 @@ class RunnerTest(RunnerCase):
         self.assertEqual(sorted(map(str, range(1, 21))), sorted(self.world.read('ran').split()))
         self.assertTrue(any('held' in request for request in self.client.requests))
 
-    def test_a_server_that_stays_away_is_given_up_when_all_has_ended_and_all_is_kept(self):
-        self.create('true', 'sleep 0.5; echo > ended', compute_node_wait_for_healthy_database_minutes=0)
-
-        def fail(number: int) -> None:
-            if number > 2:
-                raise torc.Unreachable('nobody there')
-        self.client.before = fail
-        with self.assertRaises(torc.Unreachable) as caught:
-            self.run_it()
-        self.assertIn('2 jobs that ended meanwhile are kept in', str(caught.exception))
-        self.assertTrue(os.path.exists(self.world.path('ended')))
-
-    def test_a_runner_that_cannot_read_where_its_server_is_kills_nothing(self):
-        self.create(self.WAITING.format(1))
-        real, refused = self.client.begin, []    # type: Any, List[int]
-
-        def begin(*_: Any, **params: Any) -> Any:
-            if self.world.read('ran1') and len(refused) < 4:
-                refused.append(1)
-                raise torc.Denied('cannot read torc.db.token: Stale file handle')
-            if refused:
-                self.world.write('go1', '')
-            return real(*_, **params)
-
-        def reconnect(wait_s: float = 0) -> None:
-            raise torc.Denied('cannot read torc.db.connection: Stale file handle')
-        self.client.begin, self.client.reconnect = begin, reconnect
-        self.assertEqual(1, self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05).completed)
-        self.assertEqual((4, '1\n'), (len(refused), self.world.read('ran1')))
-
     def fail_to_register(self, times: int) -> List[str]:
         """Let so many registrations fail; what was called."""
         real, ops = self.client.call, []    # type: Any, List[str]
@@ -17388,13 +17362,19 @@ class RunnerTest(RunnerCase):
         self.client.call = call
         return ops
 
-    def test_a_runner_registers_as_soon_as_the_server_answers(self):
+    def test_a_runner_registers_as_soon_as_the_server_answers_and_waits_as_long_as_it_may(self):
         self.create('true')
         self.fail_to_register(3)
         self.assertEqual(1, self.run_it().completed)
         self.assertEqual('no answer from the server, trying again: Connection refused', self.progress.messages[0])
         self.assertRegex(self.progress.messages[1], r'\Athe server answers again after \d')
         self.assertEqual([False], self.nodes())
+        ops = self.fail_to_register(99)
+        self.create('true', compute_node_wait_for_healthy_database_minutes=0)
+        self.assertRaisesRegex(torc.Unreachable, 'Connection refused', self.run_it, 2)
+        with unittest.mock.patch.object(torc.ServerLink, 'on_no_answer', lambda *_: os.kill(os.getpid(), signal.SIGINT)):
+            self.assertRaises(KeyboardInterrupt, self.run_it)
+        self.assertEqual(2, ops.count('create_compute_node'))
 
     def test_an_output_directory_that_goes_before_the_runner_registers_is_waited_for(self):
         self.create('echo $TORC_ATTEMPT_ID >> ran')
@@ -17411,18 +17391,6 @@ class RunnerTest(RunnerCase):
         self.at(lambda: self.LOST in ' '.join(self.progress.messages), lambda: os.rename(away, out))
         self.assertEqual(1, self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05).completed)
         self.assertEqual([(1, 1, 0, 'completed')], self.results())
-
-    def test_a_runner_that_cannot_register_leaves_when_its_window_is_over(self):
-        self.create('true', compute_node_wait_for_healthy_database_minutes=0)
-        self.fail_to_register(99)
-        self.assertRaisesRegex(torc.Unreachable, 'Connection refused', self.run_it)
-
-    def test_a_runner_that_cannot_register_can_be_interrupted(self):
-        self.create('true')
-        ops = self.fail_to_register(99)
-        with unittest.mock.patch.object(torc.ServerLink, 'on_no_answer', lambda *_: os.kill(os.getpid(), signal.SIGINT)):
-            self.assertRaises(KeyboardInterrupt, self.run_it)
-        self.assertEqual(1, ops.count('create_compute_node'))
 
     # -------- sleepers, and runners that were given up --------
 
@@ -17472,19 +17440,6 @@ class RunnerTest(RunnerCase):
                          r'\Athe server had released compute node 1, whose lease was over; '
                          r'this runner continues as compute node 2, with [12] running jobs\Z')
 
-    def test_a_runner_that_was_given_up_and_cannot_register_goes_on_and_tries_again(self):
-        self.create(self.WAITING.format(1))
-        tries = []      # type: List[str]
-
-        def lose() -> None:
-            self.give_up()
-            tries.extend(self.fail_to_register(2))
-        self.at(lambda: self.is_running('j1'), lose)
-        self.at(lambda: len(self.nodes()) == 2, lambda: self.world.write('go1', ''))
-        outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
-        self.assertEqual((1, [(1, 1, 0, 'completed')]), (outcome.completed, self.results()))
-        self.assertIn('no answer from the server, trying again: Connection refused', self.progress.messages)
-
     def sleep(self, while_asleep: Callable[[], Any]) -> None:
         """This machine stands still for an hour, while others do something."""
         real = torc.read_clocks
@@ -17508,73 +17463,6 @@ class RunnerTest(RunnerCase):
         self.assertEqual('2\n' * 6, self.world.read('ran'))
         first = next(request for request in self.client.requests if 'held' in request)
         self.assertEqual((6, None, []), (len(first['held']), first['want'], first['started']))
-
-    def test_a_sleeper_that_cannot_ask_waits_at_rest(self):
-        self.create(*['echo $TORC_ATTEMPT_ID >> ran'] * 6)
-        waits, asleep, real = [], [], torc.Wakeup.wait      # type: List[float], List[int], Any
-
-        def fall_asleep(number: int) -> None:
-            if not asleep and self.client.rows('list_jobs', workflow_id=1, status='pending'):
-                asleep.append(number)
-                self.sleep(self.give_up)
-
-        def fail(number: int) -> None:
-            if asleep and number <= asleep[0] + 3:
-                raise torc.Unreachable('nobody there')
-
-        def wait(wakeup: Any, timeout_s: float, pending: Any = None) -> List[int]:
-            if asleep and not self.world.read('ran') and pending is None:
-                waits.append(timeout_s)
-            return real(wakeup, timeout_s, pending)
-        self.client.after, self.client.before = fall_asleep, fail
-        with unittest.mock.patch.object(torc.Wakeup, 'wait', wait), \
-                unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
-            self.assertEqual(6, self.run_it(num_cpus=6, poll_interval_s=0.05).completed)
-        self.assertLess(len(waits), 20)     # three silences, and what is between
-
-    def test_a_runner_that_is_given_up_while_its_output_directory_is_away_does_all_once(self):
-        self.create(self.WAITING.format(1), self.WAITING.format(2), *['echo $TORC_ATTEMPT_ID >> ran3'] * 3)
-
-        def lose() -> None:
-            os.rename(self.world.path('out'), self.world.path('away'))
-            self.world.write('go2', '')
-            self.give_up()
-
-        def mend() -> None:
-            os.rename(self.world.path('away'), self.world.path('out'))
-            self.world.write('go1', '')
-        self.at(lambda: self.is_running('j1') and self.is_running('j2'), lose)
-        self.at(lambda: self.LOST in ' '.join(self.progress.messages) and self.results(), mend)
-        self.assertEqual(5, self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05).completed)
-        self.assertEqual(['1\n', '1\n'], [self.world.read(f'ran{number}') for number in (1, 2)])
-        self.assertEqual(3, len(self.world.read('ran3').split()))
-        self.assertEqual([False, False], self.nodes())
-        self.assertIn('this runner continues as compute node 2', ' '.join(self.progress.messages))
-
-    def test_a_recovery_script_waits_until_the_server_has_spoken(self):
-        rule = {'match_all_exit_codes': True, 'max_retries': 2, 'recovery_script': 'echo >> recovered'}
-        self.create({'command': self.WAITING.format(1) + '; test $TORC_ATTEMPT_ID = 2', 'failure_handler': 'fix'},
-                    failure_handlers=[{'name': 'fix', 'rules': [rule]}])
-        ended, recovered = [], []   # type: List[int], List[str]
-        real = torc.Completions.try_again
-
-        def try_again(ends: Any, task: Any) -> bool:
-            ended.append(task.attempt_id)
-            return real(ends, task)
-
-        def fail(number: int) -> None:
-            ended.extend(ended[:1])     # once for the end, and once for each request since
-            if len(ended) < 5:
-                raise torc.Unreachable('nobody there')
-
-        def sleep() -> None:
-            self.sleep(lambda: self.world.write('go1', ''))
-            self.client.before = fail
-            self.client.after = lambda number: recovered.append(self.world.read('recovered'))
-        self.at(lambda: self.is_running('j1'), sleep)
-        with unittest.mock.patch.object(torc.Completions, 'try_again', try_again):
-            outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
-        self.assertEqual((1, ['', ''], '\n'), (outcome.completed, recovered[:2], self.world.read('recovered')))
 
     def test_a_sleeper_stops_what_others_have_begun_again_before_anything_else(self):
         self.create(self.WAITING.format(1) + '; echo over >> over', self.WAITING.format(2))
@@ -17775,13 +17663,6 @@ class RunnerTest(RunnerCase):
         self.assertEqual({'total': 5, 'done': 5, 'running': 0, 'failed': 1, 'canceled': 0, 'unfinished': 0,
                           'completed': 4}, self.progress.counts)
 
-    def test_a_canceled_workflow_stops_its_jobs(self):
-        self.create('sleep 1000')
-        self.client.before = lambda number: self.client.call('cancel_workflow', workflow_id=1) if number == 3 else None
-        outcome = self.run_it()
-        self.assertEqual((1, True, 'cancel'), (outcome.canceled, outcome.is_canceled, outcome.reason))
-        self.assertLess(outcome.wall_s, 500)    # not after the job
-
     def test_ends_by_the_deadline_are_told_apart(self):
         wait = 'while :; do sleep 0.02; done'
         self.create(f"trap 'exit 0' TERM; {wait}", f"trap 'exit 42' TERM; {wait}", wait, f"trap '' TERM; {wait}", 'sleep 1000 & wait',
@@ -17797,7 +17678,8 @@ class RunnerTest(RunnerCase):
         self.create("trap 'sleep 0.3; echo saved; exit 0' TERM; echo > ready; while :; do sleep 0.02; done",
                     execution_config={'mode': 'direct', 'sigterm_lead_seconds': 25})
         self.client.before = lambda number: os.path.exists(self.world.path('ready')) and self.client.call('cancel_workflow', workflow_id=1)
-        self.assertEqual(('cancel', 1), operator.attrgetter('reason', 'canceled')(self.run_it(poll_interval_s=0.05)))
+        outcome = self.run_it(poll_interval_s=0.05)
+        self.assertEqual((1, True, 'cancel'), (outcome.canceled, outcome.is_canceled, outcome.reason))
         self.assertEqual('saved\n', self.stdio())
         self.assertIn('Waiting 25s for graceful termination before SIGKILL', self.log())
 
