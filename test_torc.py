@@ -14225,26 +14225,6 @@ class SlurmFuzzTest(unittest.TestCase):
                 print(f'text: {text!r}', file=sys.stderr)
                 raise
 
-    def test_what_is_written_in_the_forms_of_slurm_is_read_back(self):
-        chance = random.Random(13)
-        for _ in range(2000):
-            seconds = chance.choice((chance.randrange(120), chance.randrange(10 ** 5),
-                                     chance.randrange(10 ** 7)))
-            days, rest = divmod(seconds, 86400)
-            hours, minutes, left = rest // 3600, rest // 60 % 60, rest % 60
-            forms = [f'{days}-{hours:02}:{minutes:02}:{left:02}',
-                     f'{days}-{hours:02}:{minutes:02}:{left:02}.000',
-                     f'{days * 24 + hours:02}:{minutes:02}:{left:02}']
-            forms += [f'{minutes:02}:{left:02}.000'] if rest < 3600 and not days else []
-            self.assertEqual({float(seconds)}, set(map(torc.parse_slurm_cpu_time, forms)), forms)
-            number, unit = chance.randrange(1 << 20), chance.randrange(4)
-            self.assertEqual(number << 10 * unit, torc.parse_slurm_memory(f'{number}{" KMG"[unit].strip()}'))
-            nodes = sorted({f'n{chance.randrange(20):02}' for _ in range(6)})
-            self.assertEqual(nodes, torc.expand_node_list(','.join(nodes)))
-            numbers = sorted({chance.randrange(300) for _ in range(5)})
-            runs = ','.join(str(value) if chance.random() < 0.5 else f'{value}-{value}' for value in numbers)
-            self.assertEqual([f'x{value}' for value in numbers], torc.expand_node_list(f'x[{runs}]'))
-
 
 # ======== 15. Journal ========
 
@@ -15828,39 +15808,40 @@ class SlurmStarterTest(PartTest):
 
 class SlurmStepCase(SlurmTest):
     """Jobs as steps of a real allocation, which the runner works with from outside, as from a shell of salloc."""
+    KNOWN = [{'name': 'r', 'num_cpus': 1, 'memory': '50m', 'runtime': 'PT1M'}, {'name': 'big', 'num_cpus': 1, 'memory': '500m', 'runtime': 'PT1M'},
+             {'name': 'g', 'num_cpus': 1, 'num_gpus': 1, 'memory': '50m', 'runtime': 'PT1M'},
+             {'name': 'm', 'num_cpus': 1, 'num_nodes': 2, 'memory': '50m', 'runtime': 'PT1M'}]
 
     def allocate(self, *flags: Any, num_nodes: int = 2, minutes: int = 10) -> str:
         """An allocation without a shell; its id."""
-        words = ['salloc', '--no-shell', f'--nodes={num_nodes}',
-                 f'--ntasks-per-node={4 if self.is_alone else 2}', '--mem=800',
+        words = ['salloc', '--no-shell', f'--nodes={num_nodes}', f'--ntasks-per-node={4 if self.is_alone else 2}', '--mem=800',
                  f'--time={minutes}', *map(str, flags)]
-        done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=60,
-                              encoding='utf-8',
+        done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=60, encoding='utf-8',
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.assertEqual(0, done.returncode, done.stderr)
         self.job_id = re.findall('Granted job allocation ([0-9]+)', done.stderr)[0]
         self.addCleanup(self.bed.ask, 'scancel', self.job_id)
         return self.job_id
 
-    def begin(self, *jobs: Any, config: Optional[Dict[str, Any]] = None, **fields: Any) -> Background:
-        """Start a runner for a workflow of these jobs; requirements: r is one CPU and 50 MB."""
-        listed = [dict({'name': f'j{number}', 'resource_requirements': 'r'},
-                       **(job if isinstance(job, dict) else {'command': job}))
+    def spec(self, *jobs: Any, config: Optional[Dict[str, Any]] = None) -> None:
+        """Write w.json with these jobs: commands, or more; by default each has one CPU and 50 MB."""
+        listed = [dict({'name': f'j{number}', 'resource_requirements': 'r'}, **(job if isinstance(job, dict) else {'command': job}))
                   for number, job in enumerate(jobs, 1)]
-        known = [{'name': 'r', 'num_cpus': 1, 'memory': '50m', 'runtime': 'PT1M'},
-                 *fields.pop('resource_requirements', ())]
-        words = fields.pop('words', ())
         config = dict({'mode': 'slurm', 'sigkill_headroom_seconds': 30}, **(config or {}))
-        self.world.write('w.json', json.dumps(dict({'name': 'w', 'jobs': listed, 'resource_requirements': known, 'execution_config': config},
-                                                   **fields)))
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': listed, 'resource_requirements': self.KNOWN, 'execution_config': config}))
+
+    def begin(self, *jobs: Any, config: Optional[Dict[str, Any]] = None, words: Sequence[Any] = ()) -> Background:
+        """Start a runner for a workflow of these jobs."""
+        self.spec(*jobs, config=config)
         self.runner = self.world.start('run', 'w.json', '-p', '0.3', '--claim-backoff-max-secs', 1, *words,
                                        env={'SLURM_JOB_ID': self.job_id})
         return self.runner
 
-    def ended(self, deadline_s: float = 60) -> Background:
-        """Wait until the runner has ended."""
+    def ended(self, deadline_s: float = 60) -> List[Tuple[Any, ...]]:
+        """Wait until the runner has ended; (job, attempt, return code, status) of all results."""
         self.world.wait(self.runner.has_ended, deadline_s, 'the end of the runner', state=self.progress)
-        return self.runner
+        rows = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs')).json()['items']
+        return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
 
     def progress(self) -> str:
         """For messages."""
@@ -15870,58 +15851,45 @@ class SlurmStepCase(SlurmTest):
         """The runner's log."""
         return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*.log'))
 
-    def results(self) -> List[Tuple[Any, ...]]:
-        """(job, attempt, return code, status) of all results."""
-        rows = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1,
-                                                 '--all-runs')).json()['items']
-        return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
-
     def jobs(self) -> Dict[str, str]:
         """Name -> status."""
         rows = self.assertExit(0, self.world.cli('-f', 'json', 'jobs', 'list', 1)).json()['items']
         return {row['name']: row['status'] for row in rows}
 
-    def out(self, job_id: int, attempt_id: int = 1) -> str:
+    def out(self, job_id: int) -> str:
         """What a job has printed."""
-        return self.world.read(f'torc_output/job_stdio/job_wf1_j{job_id}_r1_a{attempt_id}.o')
+        return self.world.read(f'torc_output/job_stdio/job_wf1_j{job_id}_r1_a1.o')
 
     def pids_in(self, *names: str) -> List[int]:
         """Pids that jobs have written."""
-        return [int(self.world.wait(lambda: self.world.read(name).strip(), 40, name, [self.runner],
-                                    self.progress)) for name in names]
+        return [int(self.world.wait(lambda: self.world.read(name).strip(), 40, name, [self.runner], self.progress)) for name in names]
 
     def assertGone(self, *pids: int) -> None:
-        """These processes end soon."""
+        """These processes end soon, and Slurm knows of no steps but its own (extern, batch)."""
         for pid in pids:
-            self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {pid}',
-                            state=self.progress)
+            self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {pid}', state=self.progress)
 
-    def live_steps(self) -> List[str]:
-        """Steps that Slurm thinks run, without those of its own (extern, batch)."""
-        names = self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j').split()
-        return [name for name in names if name not in ('extern', 'batch')]
+    def live_steps(self) -> Dict[str, str]:
+        """Name -> id of steps that Slurm thinks run."""
+        lines = self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j %i').splitlines()
+        return {name: number for name, number in map(str.split, lines) if name not in ('extern', 'batch')}
 
-    def run_twice(self, harm: Callable[[int], Any], deadline_s: float = 60, **how: Any) -> None:
+    def run_twice(self, harm: Callable[[int], Any], said: str, deadline_s: float = 60) -> None:
         """A job is harmed in its first attempt, by what gets its pid; the second completes, and the first is gone."""
-        self.begin('[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $$ > pid; exec sleep 1000', **how)
+        self.allocate()
+        self.begin('[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $$ > pid; exec sleep 1000')
         pid, = self.pids_in('pid')
         harm(pid)
-        self.ended(deadline_s)
-        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')],
-                         [row[:2] + row[3:] for row in self.results()], self.progress())
+        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')], [row[:2] + row[3:] for row in self.ended(deadline_s)], self.progress())
         self.assertGone(pid)
+        self.assertIn(said, self.log())
 
-    def kill_srun(self) -> None:
+    def kill_srun(self, _: int) -> None:
         """Kill both processes of the one srun; the second one may have ended by itself by then."""
-        for pid in self.srun_pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def srun_pids(self) -> List[int]:
-        """Both processes of the one srun."""
-        return sorted(pid for pid in processes_with(self.world.mark)
-                      if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0',
-                                                                                 b'/usr/bin/srun\0')))
+        for pid in sorted(processes_with(self.world.mark)):
+            if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0', b'/usr/bin/srun\0')):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @slow
@@ -15931,122 +15899,79 @@ class LongStepTest(SlurmStepCase):
     def test_the_early_signal_lets_a_job_save_and_the_limit_ends_another_with_152(self):
         self.allocate(minutes=3)
         self.begin('trap "echo saved; exit 0" USR1; while :; do sleep 0.2; done',
-                   'trap : USR1; trap "exit 42" TERM; while :; do sleep 0.2; done',
-                   'trap : USR1; while :; do sleep 0.2; done', config={'sigkill_headroom_seconds': 70,
-                                                                       'srun_termination_signal': 'USR1@40'})
-        self.ended(170)
-        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated')],
-                         self.results())
+                   'trap : USR1; trap "exit 42" TERM; while :; do sleep 0.2; done', 'trap : USR1; while :; do sleep 0.2; done',
+                   config={'sigkill_headroom_seconds': 70, 'srun_termination_signal': 'USR1@40'})
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated')], self.ended(170))
         self.assertEqual('saved\n', self.out(1))
         self.assertIn("stopped: the runner's time is over", self.log())
 
     def test_a_job_whose_slurmstepd_is_killed_goes_back_to_ready(self):
-        self.allocate()
-        self.run_twice(lambda pid: os.kill(torc.read_proc_row(torc.read_proc_row(pid).parent).parent,
-                                           signal.SIGKILL), 120)
-        self.assertIn('its slurmstepd was lost', self.log())
+        self.run_twice(lambda pid: os.kill(torc.read_proc_row(torc.read_proc_row(pid).parent).parent, signal.SIGKILL),
+                       'its slurmstepd was lost', 120)
 
 
 @slow
 class SlurmStepTest(SlurmStepCase):
     """Jobs that end, that are stopped, or whose programs are killed."""
 
-    # -------- what becomes of jobs --------
-
-    def test_a_timeout_counts_from_the_start_of_the_step(self):
-        self.allocate(num_nodes=1)      # 800 MB: one waits in its srun for the other, by queue depth
-        self.begin({'command': 'date +%s.%N > at1; sleep 1000', 'resource_requirements': 'big'}, {'command': 'date +%s.%N > at2; sleep 1000', 'resource_requirements': 'big'},
-                   {'command': "trap 'exit 0' TERM; while :; do sleep 0.1; done", 'timeout': 3}, config={'timeout': 6},
-                   resource_requirements=[{'name': 'big', 'num_cpus': 1, 'memory': '500m', 'runtime': 'PT1M'}], words=('-j', 3))
-        self.ended(120)
-        self.assertEqual([(1, 1, 152, 'terminated'), (2, 1, 152, 'terminated'), (3, 1, 0, 'completed')], self.results())
-        rows = self.world.cli('-f', 'json', 'results', 'list', 1).json()['items']
-        for row in rows:
-            self.assertGreaterEqual(row['exec_time_minutes'] * 60, 3 if row['job_id'] == 3 else 5.9, row)
-        self.assertEqual([], self.live_steps())
-
     def test_jobs_end_as_they_do_without_slurm_and_nothing_of_them_is_left(self):
         self.allocate('--gres=gpu:1')
         self.begin('echo "$SLURM_STEP_NODELIST"; echo bad >&2', 'exit 7', 'kill -9 $$',
-                   'sleep 1000 & setsid sleep 1001 & echo $! > left; echo hi',
-                   'exit 137', {'command': 'echo ${CUDA_VISIBLE_DEVICES-none}', 'resource_requirements': 'g'},
+                   'sleep 1000 & setsid sleep 1001 & echo $! > left; echo hi', 'exit 137',
+                   {'command': 'echo ${CUDA_VISIBLE_DEVICES-none}', 'resource_requirements': 'g'},
                    {'command': 'echo ${CUDA_VISIBLE_DEVICES-none}'},
                    {'command': 'echo $SLURM_NNODES; srun hostname', 'resource_requirements': 'm'},
-                   resource_requirements=[{'name': 'g', 'num_cpus': 1, 'num_gpus': 1, 'memory': '50m',
-                                           'runtime': 'PT1M'},
-                                          {'name': 'm', 'num_cpus': 1, 'num_nodes': 2, 'memory': '50m',
-                                           'runtime': 'PT1M'}])
-        self.ended()
+                   f'{sys.executable} -c "import time; kept = bytearray(300 << 20); time.sleep(30)"')
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 7, 'failed'), (3, 1, 137, 'failed'), (4, 1, 0, 'completed'), (5, 1, 137, 'failed'),
-                          (6, 1, 0, 'completed'), (7, 1, 0, 'completed'), (8, 1, 0, 'completed')],
-                         self.results())
+                          (6, 1, 0, 'completed'), (7, 1, 0, 'completed'), (8, 1, 0, 'completed'), (9, 1, 137, 'failed')], self.ended())
+        self.assertEqual(1, self.log().count('at the memory limit of its step'))
         self.assertRegex(self.out(1), r'^node\d\n$')
         self.assertRegex(self.out(6), r'^\d\n$')
         self.assertEqual(('hi\n', 'none\n'), (self.out(4), self.out(7)))
         self.assertRegex(''.join(sorted(self.out(8).splitlines(True))), r'^2\nnode\d\nnode\d\n$')
         self.assertGone(*self.pids_in('left'))
-        names = {name: step['State'] for name, step in self.steps_of(self.job_id).items()}
-        self.assertEqual({f'wf1_j{number}_r1_a1' for number in range(1, 9)}, set(names))
+        self.assertEqual({f'wf1_j{number}_r1_a1' for number in range(1, 10)}, set(self.steps_of(self.job_id)))
         self.assertFalse(os.path.exists(self.world.path('torc_output', 'slurm_steps')))
 
-    def test_a_step_over_its_memory_has_failed_with_137(self):
-        self.allocate()
-        self.begin(f'{sys.executable} -c "import time; kept = bytearray(300 << 20); time.sleep(30)"')
-        self.ended()
-        self.assertEqual([(1, 1, 137, 'failed')], self.results())
-        self.assertIn('at the memory limit of its step', self.log())
-
-    def test_as_many_steps_run_at_once_as_there_are_cpus_on_all_nodes(self):
-        self.allocate()
-        self.begin(*(['echo > begun.$TORC_JOB_ID; until [ $(ls | grep -c begun) = 4 ]; do sleep 0.1; done'] * 4))
-        self.ended()
-        self.assertEqual({'completed'}, {row[3] for row in self.results()})
-
-    # -------- interruptions --------
+    def test_a_timeout_counts_from_the_start_of_the_step(self):
+        self.allocate(num_nodes=1)      # 800 MB: one waits in its srun for the other, by queue depth
+        self.begin({'command': 'sleep 1000', 'resource_requirements': 'big'}, {'command': 'sleep 1000', 'resource_requirements': 'big'},
+                   {'command': "trap 'exit 0' TERM; while :; do sleep 0.1; done", 'timeout': 3}, config={'timeout': 6}, words=('-j', 3))
+        self.assertEqual([(1, 1, 152, 'terminated'), (2, 1, 152, 'terminated'), (3, 1, 0, 'completed')], self.ended(120))
+        for row in self.world.cli('-f', 'json', 'results', 'list', 1).json()['items']:
+            self.assertGreaterEqual(row['exec_time_minutes'] * 60, 3 if row['job_id'] == 3 else 5.9, row)
+        self.assertEqual({}, self.live_steps())
 
     def test_a_step_that_is_canceled_by_others_is_terminated_and_not_run_again(self):
         self.allocate()
         self.begin('echo $$ > pid; exec sleep 1000', 'echo ok')
         pids = self.pids_in('pid')
         self.wait_slurm(lambda: 'wf1_j1_r1_a1' in self.live_steps(), 20, 'the step')
-        steps = dict(reversed(line.split()) for line in self.bed.ask('squeue', '-h', '-s', '-j', self.job_id,
-                                                                     '-o', '%i %j').splitlines())
-        self.bed.ask('scancel', steps['wf1_j1_r1_a1'])
-        self.ended()
+        self.bed.ask('scancel', self.live_steps()['wf1_j1_r1_a1'])
+        self.assertEqual([(1, 1, 137, 'terminated'), (2, 1, 0, 'completed')], self.ended())
         self.assertGone(*pids)
-        self.assertEqual([(1, 1, 137, 'terminated'), (2, 1, 0, 'completed')], self.results())
         self.assertIn('its Slurm step was canceled (scancel)', self.log())
 
     def test_a_job_whose_srun_is_killed_goes_back_to_ready_and_its_step_is_gone(self):
-        self.allocate()
-        self.run_twice(lambda _: self.kill_srun())
-        self.assertIn('its srun was killed', self.log())
+        self.run_twice(self.kill_srun, 'its srun was killed')
 
     def test_a_step_that_finds_no_room_waits_for_it(self):
         self.allocate(num_nodes=1)
-        words = ['srun', f'--jobid={self.job_id}', '--exact', '--ntasks=2', '--mem=10', '--gres=none',
-                 'sleep', '4']
-        other = subprocess.Popen(words, env=self.world.environment, stdin=subprocess.DEVNULL,
-                                 stderr=subprocess.DEVNULL)
+        words = ['srun', f'--jobid={self.job_id}', '--exact', '--ntasks=2', '--mem=10', '--gres=none', 'sleep', '4']
+        other = subprocess.Popen(words, env=self.world.environment, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.addCleanup(other.wait)
         self.wait_slurm(self.live_steps, 20, 'the other step')
         self.begin('echo ok')
-        self.ended()
-        self.assertEqual([(1, 1, 0, 'completed')], self.results())
-
-    # -------- stopping --------
+        self.assertEqual([(1, 1, 0, 'completed')], self.ended())
 
     def test_sigterm_to_the_runner_stops_its_steps_gently_and_makes_their_jobs_ready(self):
         self.allocate()
-        self.begin('trap "echo saved; exit 3" TERM; echo $$ > a; while :; do sleep 0.1; done',
-                   'echo $$ > b; exec sleep 1000')
+        self.begin('trap "echo saved; exit 3" TERM; echo $$ > a; while :; do sleep 0.1; done', 'echo $$ > b; exec sleep 1000')
         pids = self.pids_in('a', 'b')
         self.runner.send(signal.SIGTERM)
-        self.ended()
+        self.assertEqual([(1, 1, 3, 'terminated'), (2, 1, 143, 'terminated')], self.ended())
         self.assertGone(*pids)
-        self.assertEqual(('saved\n', {'j1': 'ready', 'j2': 'ready'}, [(1, 1, 3, 'terminated'), (2, 1, 143, 'terminated')]),
-                         (self.out(1), self.jobs(), self.results()))
-        self.assertEqual([], self.live_steps())
+        self.assertEqual(('saved\n', {'j1': 'ready', 'j2': 'ready'}, {}), (self.out(1), self.jobs(), self.live_steps()))
 
     def test_what_ignores_sigterm_is_killed_when_its_time_is_over(self):
         self.allocate()
@@ -16071,8 +15996,7 @@ class SlurmStepTest(SlurmStepCase):
 
     def test_when_the_runner_is_killed_its_steps_die_within_seconds_on_all_nodes(self):
         self.allocate()
-        self.begin(*(f'echo $SLURMD_NODENAME > node.{name}; setsid sleep 1000 & echo $! > {name}.left; '
-                     f'echo $$ > {name}; exec sleep 1000'
+        self.begin(*(f'echo $SLURMD_NODENAME > node.{name}; setsid sleep 1000 & echo $! > {name}.left; echo $$ > {name}; exec sleep 1000'
                      for name in 'abcd'))
         pids = self.pids_in(*'abcd', 'a.left', 'd.left')
         self.assertEqual(2, len({self.world.read(f'node.{name}') for name in 'abcd'}))
@@ -16082,19 +16006,10 @@ class SlurmStepTest(SlurmStepCase):
         self.assertLess(time.monotonic() - began, 10)
         self.wait_slurm(lambda: not self.live_steps(), 20, 'the end of the steps')
 
-    # -------- in a batch job --------
-
-    def batch(self, *flags: Any) -> str:
-        """Submit a script that runs w.json; its job's id."""
-        command = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', 'w.json', '-p', '0.3')))
-        self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=2',
-                                  '--mem=800', '-t', 5, *flags)
-        return self.job_id
-
     def test_when_the_allocation_is_canceled_its_jobs_have_failed(self):
-        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': [
-            {'name': f'j{number}', 'command': f'echo $$ > {number}; exec sleep 1000'} for number in (1, 2, 3)]}))
-        self.batch('--no-requeue')
+        self.spec(*(f'echo $$ > {number}; exec sleep 1000' for number in (1, 2, 3)))
+        command = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', 'w.json', '-p', '0.3')))
+        self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=2', '--mem=800', '-t', 5, '--no-requeue')
         pids = [int(self.wait_slurm(lambda: self.world.read(name).strip(), 60, name)) for name in '123']
         self.bed.ask('scancel', self.job_id)
         self.wait_slurm(lambda: not self.live_allocations(), 40, 'its end')
@@ -16112,22 +16027,16 @@ class LostNodeStepTest(SlurmStepCase):
     def test_a_job_that_loses_its_node_goes_back_to_ready_and_nothing_more_is_started_there(self):
         self.allocate('--no-kill', '--nodelist=node2,node3')
         self.addCleanup(self.bed.control, 'start-node', 'node3')
-        jobs = ['[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $SLURMD_NODENAME > on.$TORC_JOB_ID; [ '
-                '$SLURMD_NODENAME = node2 ] || exec sleep 1000; '
-                'until [ -e go ]; do sleep 0.2; done'] * 8
-        self.begin(*jobs)
-        self.world.wait(lambda: all(self.world.read(f'on.{number}') for number in range(1, 9)), 60,
-                        'all jobs', state=self.progress)
+        self.begin(*['[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $SLURMD_NODENAME > on.$TORC_JOB_ID; '
+                     '[ $SLURMD_NODENAME = node2 ] || exec sleep 1000; until [ -e go ]; do sleep 0.2; done'] * 8)
+        self.world.wait(lambda: all(self.world.read(f'on.{number}') for number in range(1, 9)), 60, 'all jobs', state=self.progress)
         self.bed.control('kill-node', 'node3')
         self.world.wait(lambda: 'lost its node' in self.log(), 90, 'the loss', [self.runner], self.progress)
         self.world.write('go', '')
-        self.world.wait(lambda: self.log().count('Job completed') >= 8, 90, 'the jobs of node2',
-                        state=self.progress)
+        self.world.wait(lambda: self.log().count('Job completed') >= 8, 90, 'the jobs of node2', state=self.progress)
         self.runner.send(signal.SIGINT)
-        self.ended(90)
-        ends = {row[0]: row[1:] for row in self.results() if row[1] == 1}
-        self.assertEqual(sorted([(1, 0, 'completed')] * 4 + [(1, 137, 'terminated')] * 4),
-                         sorted(ends.values()), self.progress())
+        ends = {row[0]: row[1:] for row in self.ended(90) if row[1] == 1}
+        self.assertEqual(sorted([(1, 0, 'completed')] * 4 + [(1, 137, 'terminated')] * 4), sorted(ends.values()), self.progress())
         lost = {f'j{job_id}' for job_id, end in ends.items() if end[1]}
         self.assertLessEqual({self.jobs()[name] for name in lost}, {'ready', 'completed'})
         self.assertNotIn('node configuration is not available', self.log())
@@ -16140,33 +16049,24 @@ class ScriptedSlurm:
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
-        self.numbers = set()    # type: Set[int]  # of the steps that run
         self.records = {}       # type: Dict[str, str]  # name -> the rest of its row in sacct
-        self.latency_s = {'sstat': 0.1, 'sacct': 0.05}
-        self.failures = {}      # type: Dict[str, Any]  # program -> Reply
+        self.latency_s = {'sstat': 0.1, 'sacct': 0.1}
+        self.failure = None     # type: Any  # of sacct
         self.calls = []         # type: List[Tuple[float, List[str]]]
         self.waiting = []       # type: List[Tuple[float, Any, Any]]
 
     def query(self, argv: List[str], limit_s: float, on_reply: Callable[[Any], Any],
               variables: Dict[str, Optional[str]]) -> None:
-        """One call."""
+        """One call. Each step has used half a CPU from the beginning, and a megabyte."""
         assert variables['LC_ALL'] == 'C'
         self.calls.append((self.clock.now, argv))
-        latency_s = min(self.latency_s[argv[0]], limit_s)
-        timed_out = torc.Reply(torc.REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
-        reply = self.failures.get(argv[0]) or getattr(self, argv[0])(argv)
-        self.waiting.append((self.clock.now + latency_s, on_reply, timed_out if latency_s >= limit_s else reply))
-
-    def sstat(self, argv: List[str]) -> Any:
-        """Each has used half a CPU from the beginning, and a megabyte."""
-        asked = self.numbers if '--allsteps' in argv else {int(word[2:]) for word in argv[2].split(',')}
-        used = f'00:00:{(self.clock.now - 1e6) / 2:06.3f}'
-        said = ''.join(f'7.{number}|{used}|1024K\n' for number in sorted(asked & self.numbers))
-        return torc.Reply(0, said, '' if asked <= self.numbers else 'sstat: error: StepId=7.9 not found running.\n')
-
-    def sacct(self, argv: List[str]) -> Any:
-        """What is on record."""
-        return torc.Reply(0, 'x.sh||||||n1|RUNNING\n' + ''.join(f'{name}|{row}\n' for name, row in self.records.items()), '')
+        used = f'00:00:{(self.clock.now - 1e6) / 2 % 60:06.3f}'
+        said = [f'{step}|{used}|1024K\n' for step in argv[2].split(',')] if argv[0] == 'sstat' else \
+            ['x.sh||||||n1|RUNNING\n', *(f'{name}|{row}\n' for name, row in self.records.items())]
+        reply = self.failure if argv[0] == 'sacct' and self.failure else torc.Reply(0, ''.join(said), '')
+        if self.latency_s[argv[0]] > limit_s:
+            reply = torc.Reply(torc.REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
+        self.waiting.append((self.clock.now + min(self.latency_s[argv[0]], limit_s), on_reply, reply))
 
     def act(self) -> None:
         """Hand replies over that are there by now."""
@@ -16178,9 +16078,37 @@ class ScriptedSlurm:
 
 class AccountingTest(PartTest):
     """What the runner asks sstat and sacct, and when."""
-    GOOD, BARE = '2M|3M|1M|0|00:00:05|n1|COMPLETED', '||||||COMPLETED'
-    BAD = '2M||||00:00:05|n1|OUT_OF_MEMORY'
-    AWAY = torc.Reply(1, '', 'sacct: error: Problem talking to the database: Connection refused')
+    RECORDS = {'GOOD': '2M|3M|1M|0|00:00:05|n1|COMPLETED', 'BARE': '||||||COMPLETED', 'BAD': '2M||||00:00:05|n1|OUT_OF_MEMORY',
+               'RUNS': '|||||n1|RUNNING'}
+    FAILURES = {'off': 'Slurm accounting storage is disabled', 'down': 'sacct: error: Problem talking to the database: Connection refused'}
+    # N=R: step N ends, its record is R (or nothing), and its judgement waits for a state; N~R: nobody waits; N:R the record
+    # comes, or changes; +S: seconds go by; off, down, hang, slow, up: sacct from now on; leave, interrupt: the runner leaves;
+    # last: it must be gone in 7 s. Then: when sacct was called, the steps' states (?: not known yet), the rows with memory.
+    SCENARIOS = rows_of("""
+        what                     happens                                  calls                           states            rows
+        ends are gathered        1~GOOD +10 2~GOOD +10 3~BARE +15         30                              COMPLETED*3       11
+        a state is waited for    1=BAD +2                                 1                               OUT_OF_MEMORY     1
+        it comes late            1=RUNS +8 1:BAD +4                       1 6 11                          OUT_OF_MEMORY     1
+        it never comes           1= +100                                  1 6 11 16 21 26                 -                 0
+        its figures come later   1=BARE +2 1:GOOD +40                     1 31                            COMPLETED         1
+        they never come          1=BARE +200                              1 31 61 91 121 151              COMPLETED         0
+        ends all the time        1=BAD +1 2=BAD +1 3=BAD +1 4=BAD +8      1 6                             OUT_OF_MEMORY*4   1111
+        there is no accounting   off 1= 2= +2 3= +300                     1                               *3                000
+        the database is down     down 1=GOOD +40 2=BAD +10                1 6 11 16 21 26                 *2                0
+        ... and comes back       down 1=GOOD +40 2=BAD +10 up +50         1 6 11 16 21 26 70              *1 OUT_OF_MEMORY  01
+        it hangs                 hang 1=GOOD +100                         1 61                            -                 -
+        ... and comes back       hang 1=GOOD +100 up +60                  1 61 121                        COMPLETED         1
+        it takes long            slow 1= +150                             1 23 45 67 89 111               -                 0
+        leaving                  1~GOOD 2~BARE leave +2                   1                               COMPLETED*2       10
+        leaving, state known     1=BARE +2 leave +0                       1                               COMPLETED         0
+        leaving, right after     1=GOOD +2 2~GOOD leave +2                1 3                             COMPLETED*2       11
+        leaving, nothing comes   1= leave +30                             1 6 11 16 21 26                 -                 0
+        leaving in a hurry       1= interrupt +9                          1 6                             ?                 -
+        ... not for longer       1= interrupt +11                         1 6                             -                 0
+        ... nor beyond its end   last hang 1= leave +4                    1                               ?                 -
+        ... nor beyond its end   last hang 1= leave +5                    1                               -                 0
+        leaving, it was down     down 1= +40 2= leave +0                  1 6 11 16 21 26                 *2                00
+        """)
 
     def setUp(self) -> None:
         super().setUp()
@@ -16191,13 +16119,13 @@ class AccountingTest(PartTest):
 
     def start(self, **monitor: Any) -> None:
         """An accounting of allocation 7."""
+        self.clock.now = 1e6
         context = self.context(resource_monitor_config=dict({'enabled': True}, **monitor))
         context.allocation = types.SimpleNamespace(job_id='7')
-        self.slurm = ScriptedSlurm(self.clock)
+        self.slurm, self.steps = ScriptedSlurm(self.clock), {}     # type: Any, Dict[int, Any]
         self.starter = types.SimpleNamespace(running={})
-        monitor = unittest.mock.Mock(settings=torc.monitor_settings(context.workflow))
-        self.accounting = torc.Accounting(context, self.slurm, self.starter, monitor)
-        self.began = self.clock.now
+        self.accounting = torc.Accounting(context, self.slurm, self.starter, unittest.mock.Mock(
+            settings=torc.monitor_settings(context.workflow)))
 
     def advance(self, for_s: float) -> None:
         """Let time pass."""
@@ -16215,29 +16143,69 @@ class AccountingTest(PartTest):
     def begin(self, number: int, is_visible: bool = True) -> Any:
         """A step starts."""
         attempt = self.attempt('running', number)
-        attempt.step = torc.Step(self.world.path(f'wf1_j{number}_r1_a1'), math.inf, False)
+        attempt.step = self.steps[number] = torc.Step(self.world.path(f'wf1_j{number}_r1_a1'), math.inf, False)
         self.accounting.add(attempt)
         self.starter.running[attempt] = attempt.step
         if is_visible:
             self.world.write(f'wf1_j{number}_r1_a1.notes', f'step {number} 9 node1\n')
-            self.slurm.numbers.add(number)
         return attempt
 
-    def finish(self, number: int, row: Optional[str] = None, is_awaited: bool = True, attempt: Any = None) -> Any:
-        """A step ends, by default a new one; it is on record at once, or not yet."""
-        attempt = attempt or self.begin(number)
+    def finish(self, attempt: Any, is_awaited: bool = True) -> Dict[str, Any]:
+        """A step ends; the usage in its result."""
         attempt.step.read()
         attempt.step.is_awaited = is_awaited
         del self.starter.running[attempt]
-        self.slurm.numbers.discard(number)
-        if row is not None:
-            self.slurm.records[attempt.step.name] = row
-        attempt.usage = self.accounting.take_usage(attempt, torc.ProcessEnd(0, 0, 20.0, 2.0, 5 << 20, self.clock.now))
-        return attempt.step
+        return self.accounting.take_usage(attempt, torc.ProcessEnd(0, 0, 20.0, 2.0, 5 << 20, self.clock.now))
 
-    def calls(self, program: str) -> List[float]:
-        """When it was called, from the beginning."""
-        return [round(at - self.began, 1) for at, argv in self.slurm.calls if argv[0] == program]
+    def happen(self, word: str) -> None:
+        """One word of a scenario."""
+        kind = re.match(r'\d+([=~:])(\w*)', word)
+        if kind:
+            number, (mark, record) = int(re.match(r'\d+', word).group()), kind.groups()
+            if record:
+                self.slurm.records[f'wf1_j{number}_r1_a1'] = self.RECORDS[record]
+            if mark != ':':
+                self.finish(self.begin(number), mark == '=')
+        elif word[0] == '+':
+            self.advance(float(word))
+        elif word in ('leave', 'interrupt'):
+            self.accounting.context.leaving = word.replace('leave', 'complete')
+        elif word == 'last':
+            self.accounting.context.last_at = self.clock.now + 7
+        else:
+            self.slurm.failure = torc.Reply(1, '', self.FAILURES[word]) if word in self.FAILURES else None
+            self.slurm.latency_s['sacct'] = {'hang': 1e9, 'slow': 2.0}.get(word, 0.1)
+
+    def calls(self, program: str) -> List[int]:
+        """When it was called, in seconds from the beginning."""
+        return [int(at - 1e6) for at, argv in self.slurm.calls if argv[0] == program]
+
+    def test_sacct_is_asked_as_seldom_as_judgements_and_figures_allow(self):
+        for row in self.SCENARIOS:
+            with self.subTest(row['what'], happens=row['happens']):
+                self.start(enabled=False)
+                for word in row['happens'].split():
+                    self.happen(word)
+                states = [state for word in row['states'].split() or [''] for state in
+                          [word.partition('*')[0]] * int(word.partition('*')[2] or 1)]
+                self.assertEqual((row['calls'], states, row['rows']), (
+                    ' '.join(map(str, self.calls('sacct'))), ['?' if step.state is None else step.state for step in self.steps.values()],
+                    ''.join(str(int('max_rss_bytes' in cells)) for cells in self.accounting.rows)))
+        self.assertEqual(['Slurm keeps no accounts of steps here, so that results have only what was sampled: ' + self.FAILURES['off'],
+                          'the accounting of Slurm does not answer, so that figures of results may be missing: ' + self.FAILURES['down'],
+                          'the accounting of Slurm does not answer, so that figures of results may be missing: sacct: no answer within 30 s'],
+                         list(dict.fromkeys(self.progress.messages)))
+
+    def test_a_row_has_what_sacct_says_and_a_step_that_was_never_made_has_none(self):
+        self.happen('1~GOOD')
+        self.finish(self.begin(2, is_visible=False))
+        self.advance(60)
+        self.assertEqual('sacct -j 7 --format JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State -P -n',
+                         ' '.join(self.slurm.calls[-1][1]))
+        self.assertEqual([{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 2 << 20, 'max_vm_size_bytes': 3 << 20,
+                           'max_disk_read_bytes': 1 << 20, 'max_disk_write_bytes': 0, 'ave_cpu_seconds': 5.0, 'node_list': 'n1'}],
+                         self.accounting.take_rows())
+        self.assertEqual(([], False), (self.accounting.take_rows(), self.accounting.is_busy))
 
     def test_one_sstat_an_interval_samples_all_steps_that_there_are_and_the_first_gives_no_cpu_percent(self):
         self.start(granularity='time_series', sample_interval_seconds=5)
@@ -16246,157 +16214,16 @@ class AccountingTest(PartTest):
         first = self.begin(1)
         self.begin(2)
         self.advance(21)
-        self.assertEqual([5.0, 10.0, 15.0, 20.0], self.calls('sstat'))
+        self.assertEqual([5, 10, 15, 20], self.calls('sstat'))
         self.assertEqual(['sstat', '-j', '7.1,7.2', '--format', 'JobID,AveCPU,MaxRSS', '-P', '-n'], self.slurm.calls[0][1])
         samples = [call[0] for call in self.accounting.monitor.series.add_job.call_args_list]
         self.assertEqual([(1, 'j1'), (2, 'j2')] * 3, [row[:2] for row in samples])
         self.assertEqual({(50.0, 1 << 20, 1)}, {(round(row[2][1], 1), *row[2][2:]) for row in samples})
-        self.finish(1, attempt=first)       # in 20 s, with 5 MB
         self.assertEqual({'peak_memory_bytes': 5 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0,
-                          'avg_cpu_percent': 50.0}, {key: round(value, 1) for key, value in first.usage.items()})
-
-    def test_without_a_monitor_of_jobs_nothing_is_sampled_and_what_sstat_says_of_ended_steps_is_debug(self):
-        self.start(enabled=False)
-        self.begin(1)
-        self.advance(60)
-        self.assertEqual([], self.calls('sstat'))
-        self.start()
-        self.begin(1)
-        self.slurm.numbers.clear()
-        self.advance(15)
-        self.accounting.context.log.flush()
-        self.assertEqual((2, False, []), (len(self.calls('sstat')), 'sstat' in self.world.read('out/x.log'), self.progress.messages))
-
-    def test_a_program_that_takes_long_is_asked_less_often(self):
-        self.slurm.latency_s = {'sstat': 4.0, 'sacct': 2.0}
-        self.begin(1)
-        self.finish(2)
-        self.advance(110)
-        self.assertEqual(([0, 44, 88], [1, 23, 45, 67, 89]),
-                         tuple([int(at) for at in self.calls(program)] for program in ('sstat', 'sacct')))
-
-    def test_a_step_that_was_never_made_leaves_no_row(self):
-        self.finish(1, attempt=self.begin(1, is_visible=False))
+                          'avg_cpu_percent': 50.0}, {key: round(value, 1) for key, value in self.finish(first).items()})
+        self.slurm.latency_s['sstat'] = 4.0
         self.advance(100)
-        self.assertEqual(([], []), (self.accounting.rows, self.calls('sacct')))
-
-    def test_ends_that_nobody_waits_for_are_gathered_into_one_sacct(self):
-        for number in range(1, 101):
-            self.finish(number, self.GOOD, is_awaited=False)
-            self.advance(0.2)
-        self.assertTrue(self.accounting.is_busy)
-        self.advance(15)
-        self.assertEqual([30.0], self.calls('sacct'))
-        argv = next(argv for _, argv in self.slurm.calls if argv[0] == 'sacct')
-        self.assertEqual('sacct -j 7 --format JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State -P -n',
-                         ' '.join(argv))
-        self.assertEqual({'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 2 << 20, 'max_vm_size_bytes': 3 << 20,
-                          'max_disk_read_bytes': 1 << 20, 'max_disk_write_bytes': 0, 'ave_cpu_seconds': 5.0,
-                          'node_list': 'n1'}, self.accounting.rows[0])
-        self.assertEqual((100, False), (len(self.accounting.rows), self.accounting.is_busy))
-
-    def test_a_judgement_has_the_state_after_a_second_and_waits_for_one_that_comes_late(self):
-        step = self.finish(1, self.BAD)
-        self.advance(2)
-        self.assertEqual(('OUT_OF_MEMORY', [1.0]), (step.state, self.calls('sacct')))
-        step = self.finish(2, '|||||n1|RUNNING')
-        self.advance(6)
-        self.assertIsNone(step.state)
-        self.slurm.records['wf1_j2_r1_a1'] = self.BAD
-        self.advance(6)
-        self.assertEqual('OUT_OF_MEMORY', step.state)
-
-    def test_a_state_that_never_comes_is_given_up_after_six_tries_five_seconds_apart(self):
-        step = self.finish(1)
-        self.advance(26)
-        self.assertIsNone(step.state)
-        self.advance(60)
-        self.assertEqual([1.0, 6.1, 11.1, 16.2, 21.2, 26.3], self.calls('sacct'))
-        self.assertEqual(('', [{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7'}]), (step.state, self.accounting.rows))
-
-    def test_a_state_counts_though_its_figures_are_not_there_and_these_are_asked_for_at_leisure(self):
-        step = self.finish(1, self.BARE)
-        self.advance(2)
-        self.assertEqual(('COMPLETED', []), (step.state, self.accounting.rows))
-        self.slurm.records['wf1_j1_r1_a1'] = self.GOOD
-        self.advance(30)
-        self.assertEqual(([1.0, 31.1], 2 << 20), (self.calls('sacct'), self.accounting.rows[0]['max_rss_bytes']))
-
-    def test_where_there_is_no_accounting_that_is_said_once_and_it_is_not_asked_again(self):
-        self.slurm.failures['sacct'] = torc.Reply(1, '', 'Slurm accounting storage is disabled\n')
-        steps = [self.finish(number) for number in (1, 2)]
-        self.advance(2)
-        steps.append(self.finish(3))
-        self.assertEqual([''] * 3, [step.state for step in steps])
-        self.advance(300)
-        self.assertEqual(([1.0], [1, 2, 3]), (self.calls('sacct'), [row['job_id'] for row in self.accounting.rows]))
-        self.assertEqual(['Slurm keeps no accounts of steps here, so that results have only what was '
-                          'sampled: Slurm accounting storage is disabled'], self.progress.messages)
-
-    def test_a_database_that_is_down_is_said_once_and_costs_judgements_less_the_longer_it_lasts(self):
-        self.slurm.failures['sacct'] = self.AWAY
-        steps = [self.finish(1, self.GOOD)]
-        self.advance(40)
-        steps.append(self.finish(2, self.BAD))
-        self.assertEqual([''] * 2, [step.state for step in steps], 'nobody waits any more')
-        self.advance(60)
-        self.assertLessEqual(len(self.calls('sacct')), 8)
-        self.assertEqual(['the accounting of Slurm does not answer, so that figures of results may be missing: '
-                          + self.AWAY.err], self.progress.messages)
-        del self.slurm.failures['sacct']
-        self.advance(100)
-        self.assertEqual([None, 2 << 20], [row.get('max_rss_bytes') for row in self.accounting.rows])
-
-    def test_a_sacct_that_hangs_holds_up_nothing(self):
-        self.slurm.latency_s['sacct'] = 1e9
-        step = self.finish(1, self.GOOD)
-        self.advance(100)
-        self.assertEqual(('', [1.0, 61.0]), (step.state, self.calls('sacct')))
-        self.slurm.latency_s['sacct'] = 0.05
-        self.advance(300)
-        self.assertEqual(2 << 20, self.accounting.rows[0]['max_rss_bytes'])
-
-    def test_a_runner_that_leaves_asks_at_once_for_what_is_open_and_does_not_wait_for_figures(self):
-        self.finish(1, self.GOOD, is_awaited=False)
-        self.finish(2, self.BARE, is_awaited=False)
-        self.advance(0)
-        self.accounting.context.leaving = 'complete'
-        self.advance(2)
-        self.assertEqual(([1.0], False, [2 << 20, None]), (self.calls('sacct'), self.accounting.is_busy,
-                                                           [row.get('max_rss_bytes') for row in self.accounting.rows]))
-        self.start()
-        self.finish(3, self.BARE)       # its state is known before
-        self.advance(2)
-        self.accounting.context.leaving = 'complete'
-        self.assertEqual((True, 0.0), (self.accounting.is_busy, self.accounting.due()))
-        self.advance(0)
-        self.assertFalse(self.accounting.is_busy)
-
-    def test_it_waits_no_longer_than_it_may_and_then_sends_what_it_has(self):
-        for reason, last_s, latency_s, calls, wait_s in (('complete', math.inf, 0.05, 6, 32), ('interrupt', math.inf, 0.05, 2, 11),
-                                                         ('complete', 5.0, 20.0, 1, 3)):
-            with self.subTest(reason, last_s=last_s):
-                self.start()
-                self.accounting.context.last_at, self.slurm.latency_s['sacct'] = self.clock.now + last_s, latency_s
-                self.finish(1)
-                self.accounting.context.leaving = reason
-                self.advance(wait_s - 2)
-                self.assertEqual(reason != 'complete' or last_s == 5.0, self.accounting.is_busy or calls != 6)
-                self.advance(2)
-                self.assertEqual((False, [{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7'}], calls),
-                                 (self.accounting.is_busy, self.accounting.rows, len(self.calls('sacct'))))
-
-    def test_what_slurm_is_asked_in_a_minute_does_not_grow_with_the_number_of_steps(self):
-        for number in range(1000, 1100):
-            self.begin(number)
-        numbers = iter(range(1, 1000))
-        for is_awaited, most in ((False, 2), (True, 12)):
-            self.slurm.calls.clear()
-            for _ in range(180):
-                self.finish(next(numbers), self.BAD if is_awaited else self.GOOD, is_awaited)
-                self.advance(1)
-            self.assertLessEqual(len(self.calls('sstat')), 3 * 6 + 1)
-            self.assertLessEqual(len(self.calls('sacct')), 3 * most + 1)
+        self.assertEqual([5, 10, 15, 20, 25, 69, 113], self.calls('sstat'), 'a program that takes long is asked less often')
 
 
 @slow
@@ -16692,8 +16519,7 @@ class AllocationPartsTest(PartTest):
 
     def test_a_runner_has_all_nodes_for_steps_and_otherwise_its_own(self):
         for in_steps, limits, options, sizes in (
-                (True, True, {}, [(4, 4096, 2)] * 2), (False, True, {}, [(4, 4096, 2)]),
-                (False, False, {}, [(4, 4096, 2)] * 2),
+                (True, True, {}, [(4, 4096, 2)] * 2), (False, True, {}, [(4, 4096, 2)]), (False, False, {}, [(4, 4096, 2)] * 2),
                 (True, True, {'num_cpus': 3, 'memory_gb': 1.0, 'num_gpus': 1}, [(3, 1024, 1)] * 2)):
             with self.subTest(in_steps=in_steps, limits=limits, options=options), \
                     unittest.mock.patch('torc.named_devices', lambda: None), \
@@ -16701,28 +16527,17 @@ class AllocationPartsTest(PartTest):
                 context = self.allocation(execution_config={'limit_resources': limits})
                 context.options, context.in_steps = torc.RunnerOptions(**options), in_steps
                 found = torc.runner_nodes(context, 0)
-                self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20,
-                                          len(size.devices)) for size in found])
-                self.assertEqual(len(sizes), len(context.allocation.node_names))
-                self.assertEqual(sum(size[0] for size in sizes), torc.total_size(found).num_cpus)
+                self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20, len(size.devices)) for size in found])
+                self.assertEqual((len(sizes), sum(size[0] for size in sizes)),
+                                 (len(context.allocation.node_names), torc.total_size(found).num_cpus))
 
     def test_on_a_login_node_jobs_run_as_steps_or_as_if_there_were_no_allocation(self):
         context = self.allocation()
         context.allocation.is_on_node, context.in_steps = False, True
         self.assertEqual(2, len(torc.runner_nodes(context, 0)))
         context.options, context.in_steps = torc.RunnerOptions(num_cpus=1, memory_gb=1.0, num_gpus=0), False
-        self.assertEqual([torc.NodeSize(1, 1 << 30, ())], torc.runner_nodes(context, 0))
-        self.assertIsNone(context.allocation)
+        self.assertEqual(([torc.NodeSize(1, 1 << 30, ())], None), (torc.runner_nodes(context, 0), context.allocation))
         self.assertIn('which is no node of Slurm job 5: start torc.py with srun', self.progress.messages[0])
-
-    def test_the_end_of_a_runner_is_the_earlier_one(self):
-        context = self.allocation()
-        for own, granted, end in ((None, None, None), (5.0, None, 5.0), (None, 7.0, 7.0), (5.0, 7.0, 5.0),
-                                  (9.0, 7.0, 7.0)):
-            context.options, context.allocation.end_time = torc.RunnerOptions(end_time=own), granted
-            self.assertEqual(end, context.end_time())
-        context.allocation = None
-        self.assertIsNone(self.context().end_time())
 
     def test_queued_allocations_without_work_are_canceled_with_one_call(self):
         rows = [{'id': number, 'scheduler_id': slurm_id, 'scheduler_type': 'slurm'}
@@ -17016,12 +16831,6 @@ class AllocationRunnerTest(SlurmTest):
         self.assertEqual(0, done.returncode, done.stdout)
         output = glob.escape(self.world.path('torc_output/job_stdio'))
         self.assertEqual(2, len({read_text(path) for path in glob.glob(output + '/*.o')}))
-
-    def test_a_slurm_job_that_is_over_is_told_and_ignored(self):
-        job_id = self.sbatch('true', '--mem=10', '-t', 1)
-        self.wait_slurm(lambda: not self.live_allocations(), 60, 'the end of the job')
-        done = self.assertExit(0, self.world.cli('exec', '-c', 'hostname', env={'SLURM_JOB_ID': job_id}))
-        self.assertIn(f'SLURM_JOB_ID is {job_id}, but that job ended with exit code 0', done.err)
 
 
 # ======== 16h. Runner's loop ========
