@@ -16191,6 +16191,7 @@ class AccountingTest(PartTest):
                 self.assertEqual((row['calls'], states, row['rows']), (
                     ' '.join(map(str, self.calls('sacct'))), ['?' if step.state is None else step.state for step in self.steps.values()],
                     ''.join(str(int('max_rss_bytes' in cells)) for cells in self.accounting.rows)))
+                self.assertEqual([], self.calls('sstat'))       # jobs are not monitored
         self.assertEqual(['Slurm keeps no accounts of steps here, so that results have only what was sampled: ' + self.FAILURES['off'],
                           'the accounting of Slurm does not answer, so that figures of results may be missing: ' + self.FAILURES['down'],
                           'the accounting of Slurm does not answer, so that figures of results may be missing: sacct: no answer within 30 s'],
