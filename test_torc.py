@@ -21556,6 +21556,77 @@ class SubmitTest(SubmitCase):
 
 
 @slow
+class RunnerSubmitTest(SubmitCase):
+    """A runner in a Slurm job that submits the allocations of the next stage, on a scripted Slurm."""
+    SPEC = """
+        name: w
+        execution_config: {mode: direct}
+        compute_node_wait_for_new_jobs_seconds: 1
+        resource_requirements: [{name: huge, num_cpus: 999, memory: 100m, runtime: PT1M}]
+        jobs: [{name: a, command: "until test -e go; do sleep 0.05; done"}, {name: b, command: c, depends_on: [a], resource_requirements: huge}]
+        slurm_schedulers: [{name: s, account: wfacct, walltime: "00:10:00"}]
+        actions: [{trigger_type: on_jobs_ready, jobs: [b], action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}]
+        """
+
+    def run_it(self, hook: str = '', text: str = '') -> Outcome:
+        """A runner, until it ends; what a program does first may name the `victim`, its pid."""
+        job = FakeAllocation.JOB % ('tester', os.getuid(), time.time() + 3600, 3, 4000)
+        self.fakes.write('scontrol', f'[ "$2" = job ] && echo {shlex.quote(job)}; true')
+        self.world.write('w.yaml', textwrap.dedent(self.SPEC))
+        variables = dict(slurm_environment(SLURM_JOB_ID='77', SLURM_JOB_NODELIST='node1', SLURM_JOB_NUM_NODES='1', SLURMD_NODENAME='node1',
+                                           SLURM_JOB_NAME='my_wf1_a9', SLURM_JOB_CPUS_PER_NODE='4', CUDA_VISIBLE_DEVICES='1'), TORC_PASSWORD='pw')
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        runner = self.world.start('slurm-job-runner', self.world.path('torc_output', 'torc.db'), 1, self.world.path('torc_output'), '--poll-interval',
+                                  0.2, env=variables)
+        self.hook('victim', str(runner.pid))
+        if hook:
+            self.hook(hook, text)
+        self.world.write('go', '')
+        return runner.finish(60)
+
+    def test_it_has_a_command_do_it_which_reaches_the_server_as_the_runner_does(self):
+        self.run_it()
+        self.assertEqual(['100|PENDING|my_wf1_a1|torc', '101|PENDING|my_wf1_a2|torc'], [line.partition(':')[0] for line in self.queue()])
+        self.assertEqual([(100, 'pending'), (101, 'pending')], self.records())
+        environment = read_text(self.fakes.path('environment'))
+        self.assertNotRegex(environment, r'(?m)^(SLURM_JOB|CUDA_VISIBLE|TORC_TOKEN=)')
+        self.assertIn('\nTORC_PASSWORD=pw\n', environment)
+        script = read_text(self.fakes.path('script'))
+        self.assertIn(f"slurm-job-runner \\\n    {shlex.quote(self.world.path('torc_output', 'torc.db'))} 1 ", script)
+        self.assertIn(' --poll-interval 0.2 ', script)
+        self.assertEqual('Submitted 2 allocations of workflow 1: 100, 101\n', self.world.read('torc_output/actions_wf1_r1.log'))
+        self.assertEqual(['completed'], [job['status'] for job in self.json('jobs list 1')['items'] if job['name'] == 'a'])
+
+    def test_whatever_is_killed_at_any_moment_the_next_submit_finishes_it(self):
+        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 {} && exec sleep 10; true'
+        for victim in ('$PPID', '$(cat "$fake/victim")'):
+            for hook, count in (('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 1), ('hook_after', 2)):
+                with self.subTest(hook=hook, count=count, victim=victim):
+                    self.doCleanups()
+                    self.setUp()
+                    runner = self.run_it(hook, once.format(count, victim))
+                    self.assertEqual(victim == '$PPID', runner.code != -signal.SIGKILL, runner.err)
+                    self.world.wait(lambda: not self.world.cli('workflows', 'list').code, 20, 'the database')
+                    self.hook(hook)
+                    self.assertIn(0, [number for number, _ in self.records()])
+                    let_go(self.world)
+                    self.assertExit(0, self.world.cli('submit', 1))
+                    self.assertEqual([(100, 'pending'), (101, 'pending')], sorted(self.records()))
+                    self.assertEqual(['1', '2'], sorted(line.rpartition(':')[2] for line in self.queue()))
+
+    def test_a_node_where_slurm_takes_nothing_fails_the_action_and_people_submit(self):
+        words = 'sbatch: error: Batch job submission failed: Access/permission denied'
+        runner = self.run_it('hook', f'echo "{words}" >&2; exit 1')
+        self.assertIn('action 1 (on_jobs_ready): its allocations were not submitted: see actions_wf1_r1.log', runner.err)
+        self.assertIn(words, self.world.read('torc_output/actions_wf1_r1.log'))
+        self.assertEqual(([], 1), (self.records(), len(self.fakes.calls('sbatch'))))
+        self.assertIn(f'failed: 2 allocations were refused by Slurm: {words}', self.text('explain 1'))
+        self.hook('hook')
+        self.assertEqual('Submitted 2 allocations of workflow 1: 100, 101\n', self.text('submit 1'))
+
+
+@slow
 class SlurmSubmitTest(SlurmTest):
     """The same on a real Slurm: what it makes of our scripts."""
 
