@@ -21163,19 +21163,19 @@ class OfflineDrain(Part):
 # ahead: short ones for several rounds, so that starting the next never waits for an answer. What was claimed
 # ahead and cannot start within a second goes back. Who starts something sees that the lease is not over.
 #
-# The end of a job that is a process of this node, from the loop's wait to the server's answer:
+# The end of a job that is a process of this node, from a SIGCHLD to the server's answer:
 #
-#   Launcher.act                take its status, end what it has left
+#   Launcher.act                its status is taken, and what it has left is ended
 #     Completions.on_end        it is `ended`
 #       ClaimPolicy.on_end      what it held is free again
 #       Monitor.take_usage      what it has used
 #       DirectStarter.judge     what its end means; perhaps later, in Completions.act
 #       Monitor.judge_memory    ... or was it for lack of memory?
-#       Completions.on_verdict  it is `judged`: declared files are there, or it is tried again
+#       Completions.on_verdict  it is `judged`: are declared files there, is it tried again?
 #       Completions.report      it is `reported`
-#   ServerLink.act              the next request carries it
-#   ServerLink.finish           the server has answered
-#     Completions.on_answer     it is `acknowledged`, and counted
+#   ServerLink.send             a request carries it
+#   ServerLink.receive          the server has answered
+#   Completions.on_answer       it is `acknowledged`, and counted
 
 
 class ClaimPolicy:
@@ -21222,13 +21222,6 @@ class ClaimPolicy:
         return {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'nodes': list(free), 'sizes': sizes,
                 'scheduler_config_id': context.allocation and context.allocation.scheduler_config_id,
                 'strict': options.is_strict, **common}
-
-    def take(self, attempt: Attempt) -> bool:
-        """Grant an attempt of the backlog what it needs, if there is room for it."""
-        attempt.grant = self.ledger.take(attempt.needs, attempt.job.get('nodes', ()))
-        if attempt.grant is not None:
-            self.moved_at = time.monotonic()
-        return attempt.grant is not None
 
     def stale_at(self) -> float:
         """When what was claimed ahead has waited too long (monotonic)."""
@@ -21351,11 +21344,6 @@ class Scripts:
         self.launcher.stop_all(running, number, lead_s)
 
 
-def has_commands(action: Dict[str, Any]) -> bool:
-    """Whether an action of a runner is of commands of the user; else it submits allocations."""
-    return action['action_type'] == 'run_commands'
-
-
 class Actions(Part):
     """Actions: one command at a time, as a child, each action up to its first failure."""
 
@@ -21369,11 +21357,6 @@ class Actions(Part):
         self.done = []                      # type: List[int]  # actions that each node carries out once
         self.stopped = None                 # type: Any  # it was at work when the runner was stopped
         self.log_name = f'actions_wf{context.workflow_id}_r{context.run_id}.log'
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything runs or waits."""
-        return bool(self.queue)
 
     def ids(self) -> List[int]:
         """Actions in hand, and those that another node that we become must not carry out again."""
@@ -21413,7 +21396,7 @@ class Actions(Part):
         if not self.index:
             self.context.log.write('Action started', action_id=action['id'],
                                    trigger_type=action['trigger_type'])
-        num_commands = len(action['action_config'].get('commands') or ()) if has_commands(action) else 1
+        num_commands = len(self.commands_of(action))
         if self.index >= num_commands:
             return self.finish(True, f'{num_commands} commands completed')
         if action is self.stopped:
@@ -21427,14 +21410,19 @@ class Actions(Part):
                 return self.context.pause(str(error))
             self.finish(False, f'command {self.index + 1} cannot be started: {error}')
 
+    @staticmethod
+    def commands_of(action: Dict[str, Any]) -> Sequence[str]:
+        """Its commands, as messages name them: one, without a name, where it submits allocations."""
+        is_submission = action['action_type'] != 'run_commands'
+        return [''] if is_submission else action['action_config'].get('commands') or ()
+
     def command_of(self, action: Dict[str, Any]) -> Tuple[str, Dict[str, str]]:
         """The next command of an action, as a shell takes it, with its variables. OSError, TorcError.
 
         That of schedule_nodes is torc.py itself, which submits, and reaches the server as this runner does.
         """
-        context = self.context
-        if has_commands(action):
-            command = action['action_config']['commands'][self.index]
+        context, command = self.context, self.commands_of(action)[self.index]
+        if command:
             return f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{command}', context.variables
         own_name = NAMED_JOB.match(os.environ.get('SLURM_JOB_NAME', ''))
         command = submission_command(
@@ -21448,10 +21436,9 @@ class Actions(Part):
         """The next command follows, unless this one failed."""
         if self.process is not process:     # it was revoked
             return
-        action, code = self.queue[0], process.end.return_code
+        command, code = self.commands_of(self.queue[0])[self.index], process.end.return_code
         self.process, self.index = None, self.index + 1
-        if code and has_commands(action):
-            command = action['action_config']['commands'][self.index - 1]
+        if code and command:
             self.finish(False, f'command {self.index} ended with return code {code}: {command}')
         elif code:
             self.finish(False, f'its allocations were not submitted: see {self.log_name}')
@@ -21751,7 +21738,7 @@ class Dispatcher(Part):
         times = [self.context.not_before] if self.is_paused else []
         if self.has_timeouts:
             times += [attempt.limit_at for attempt in self.attempts.by_state['running']]
-        if self.policy.backlog and self.link.has_lease and not self.actions.is_busy:
+        if self.policy.backlog and self.link.has_lease and not self.actions.queue:
             times.append(self.policy.stale_at())
         return min(times, default=math.inf)
 
@@ -21761,12 +21748,14 @@ class Dispatcher(Part):
             self.stop_overdue(now)
         if self.is_held(now):
             return self.link.give_back(self.attempts.of('claimed'))
-        if self.is_closed or self.actions.is_busy or not self.link.has_lease:
+        if self.is_closed or self.actions.queue or not self.link.has_lease:
             return
-        for attempt in self.attempts.of('claimed'):     # larger jobs do not hold up smaller ones behind them
-            if self.policy.ledger.is_full or not self.link.has_lease:
+        ledger = self.policy.ledger     # larger jobs do not hold up smaller ones behind them
+        for attempt in () if ledger.is_full else self.attempts.of('claimed'):
+            if ledger.is_full or not self.link.has_lease:
                 break
-            if self.policy.take(attempt) and not self.start(attempt):
+            attempt.grant = ledger.take(attempt.needs, attempt.job.get('nodes', ()))
+            if attempt.grant is not None and not self.start(attempt):
                 return self.link.give_back(self.attempts.of('claimed'))
         if now >= self.policy.stale_at():
             self.policy.on_stale()
@@ -21826,6 +21815,7 @@ class Dispatcher(Part):
                 os.close(descriptor)
         process, timeout_s = attempt.process, self.timeout_of(attempt)
         self.attempts.change(attempt, 'running')
+        self.policy.moved_at = process.started
         self.completions.measure.add(attempt)
         if timeout_s:
             attempt.limit_at = process.started + timeout_s
@@ -23296,7 +23286,7 @@ class ExitRules:
         limit_s, now = context.setting('compute_node_wait_for_new_jobs_seconds'), time.monotonic()
         is_persistent = context.options.is_persistent
         stays = is_persistent and answer['unfinished'] and answer.get('has_jobs_for_node', True)
-        if stays or link.state != 'online' or self.dispatcher.actions.is_busy:
+        if stays or link.state != 'online' or self.dispatcher.actions.queue:
             pace.worked_at = now
             return
         pending = answer.get('pending_actions') and now - pace.ended_at < LATE_ACTION_S
@@ -23557,7 +23547,7 @@ class Runner:
             self.turn()
             self.exit_rules.look_for_cancel()
             if link.num_answers > answers and not (
-                    self.actions.is_busy or link.outbox['action_results']):
+                    self.actions.queue or link.outbox['action_results']):
                 break
             self.wait()
 
@@ -23569,7 +23559,7 @@ class Runner:
         while not self.has_drained:
             self.turn()
             self.exit_rules.look()
-            is_busy = self.launcher.children or self.actions.is_busy or self.has_slurm_work
+            is_busy = self.launcher.children or self.actions.queue or self.has_slurm_work
             is_waiting = link.has_updates or self.attempts.count('ended', 'recovering')
             if self.context.leaving and not (is_busy or is_waiting):
                 break
