@@ -13404,6 +13404,10 @@ class AllocationPlanTest(unittest.TestCase):
             for name, partitions in (('kestrel', KESTREL), ('dane', DANE)):
                 found = torc.choose_partition(partitions, needs, 1.5)
                 self.assertEqual(row[name], found.name if found else '', row)
+        both = [torc.NO_PARTITION._replace(name=name, cpus_per_node=64, memory_mb=memory_mb, max_walltime_secs=86400, shared=name == 'shared')
+                for name, memory_mb in (('whole', 100000), ('shared', 200000))]
+        for cpus, gigabytes, wanted in ((26, 58, 'shared'), (27, 1, 'whole'), (1, 59, 'whole')):    # small jobs go to shared nodes
+            self.assertEqual(wanted, torc.choose_partition(both, resource_class(cpus=cpus, gigabytes=gigabytes)).name)
 
     def test_why_a_job_fits_nowhere_is_said_with_both_numbers(self):
         for needs, wanted in (
@@ -22335,15 +22339,11 @@ class HpcTest(WorldTest):
 class LivePlanTest(SlurmTest):
     """Plans for a real cluster."""
 
-    def test_partitions_are_those_of_the_cluster(self):
-        found = json.loads(self.assertExit(0, self.world.main('hpc', 'show', 'slurm', '-f', 'json')).out)
-        self.assertEqual({'main', 'short', 'low', 'high', 'half'}, {row['name'] for row in found['partitions']})
-        self.assertEqual('main', found['partitions'][0]['name'])
+    def test_partitions_are_those_of_the_cluster_which_takes_every_allocation_that_was_planned(self):
+        found = self.assertExit(0, self.world.main('hpc', 'show', 'slurm', '-f', 'json')).json()['partitions']
+        self.assertEqual(('main', {'main', 'short', 'low', 'high', 'half'}), (found[0]['name'], {row['name'] for row in found}))
         rows = self.bed.rows('sinfo', '-h', '-o', '%P|%c|%m|%G', '-p', 'main')
-        self.assertEqual((int(rows[0][1]), int(rows[0][2])), (found['partitions'][0]['cpus_per_node'], found['partitions'][0]['memory_mb']))
-        self.assertEqual(rows[0][3], f"gpu:{found['partitions'][0]['gpus_per_node']}")
-
-    def test_slurm_takes_every_allocation_that_was_planned(self):
+        self.assertEqual(rows[0][1:], [str(found[0]['cpus_per_node']), str(found[0]['memory_mb']), f"gpu:{found[0]['gpus_per_node']}"])
         spec = self.world.write('w.yaml', '''
             name: live
             resource_requirements:
@@ -22356,22 +22356,20 @@ class LivePlanTest(SlurmTest):
               - {name: "c{i}", command: x, resource_requirements: gpu, depends_on: [b1], parameters: {i: "1:7"}}
             ''')
         account = self.bed.ask('sacctmgr', '-n', '-P', 'show', 'assoc', 'format=account').split()[-1]
-        made = self.assertExit(0, self.world.main('slurm', 'generate', '--profile', 'slurm', '-a', account, spec, '-f', 'json',
-                                                  '--group-by', 'resource-requirements'))
-        schedulers = json.loads(made.out)['slurm_schedulers']
+        words = ('--profile', 'slurm', '-a', account, spec, '-f', 'json')
+        made = self.assertExit(0, self.world.main('slurm', 'generate', *words, '--group-by', 'resource-requirements'))
+        schedulers = made.json()['slurm_schedulers']
         self.assertEqual(['small_scheduler', 'wide_scheduler', 'gpu_deferred_scheduler'], [row['name'] for row in schedulers])
         for row in schedulers:
-            words = [f"--{option}={row[key]}" for option, key in (
+            options = [f"--{option}={row[key]}" for option, key in (
                 ('account', 'account'), ('partition', 'partition'), ('mem', 'mem'), ('nodes', 'nodes'), ('time', 'walltime'),
                 ('ntasks-per-node', 'ntasks_per_node'), ('gres', 'gres')) if key in row]
-            said = subprocess.run(['sbatch', '--test-only', *words, '--wrap', 'true'], env=self.world.environment, timeout=60,
+            said = subprocess.run(['sbatch', '--test-only', *options, '--wrap', 'true'], env=self.world.environment, timeout=60,
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding='utf-8')
             self.assertIn('to start at', said.stdout, row)
-        found = json.loads(self.assertExit(0, self.world.main(
-            'slurm', 'plan-allocations', '--profile', 'slurm', '-a', account, spec, '-f', 'json')).out)
+        found = self.assertExit(0, self.world.main('slurm', 'plan-allocations', *words)).json()
         nodes = self.bed.ask('sinfo', '-h', '-N', '-p', found['cluster_state'][0]['partition'], '-o', '%N').split()
-        self.assertEqual(len(nodes), found['cluster_state'][0]['total_nodes'])
-        self.assertTrue(all(row['num_allocations'] >= 1 for row in found['recommendations']))
+        self.assertEqual((len(nodes), True), (found['cluster_state'][0]['total_nodes'], all(row['num_allocations'] >= 1 for row in found['recommendations'])))
 
 
 # ======== 20f. Recovery commands ========

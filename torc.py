@@ -18437,7 +18437,7 @@ class PlannedScheduler:
         if options.walltime_s is None:      # at its end, a job that takes all of its runtime is not stopped
             least_s = max(longest_s + options.end_s, options.least_s)
             self.walltime_s = max(self.walltime_s, min(least_s, partition.max_walltime_secs))
-        self.nodes = job_nodes = max(self.classes[number].num_nodes for number in classes)
+        self.nodes = job_nodes = self.classes[classes[0]].num_nodes     # as that of all
         self.stages = [stage._replace(num_allocations=self.count(stage.jobs)) for stage in self.stages]
         if options.is_single:
             nodes = job_nodes * max(stage.num_allocations for stage in self.stages)
