@@ -18364,6 +18364,7 @@ class PlannedScheduler:
         self.partition = partition
         self.has_dependencies = has_dependencies    # its jobs wait for others
         self.jobs = []          # type: List[int]
+        self.class_numbers = set()      # type: Set[int]    # classes of its jobs
         self.stages = []        # type: List[Stage]
         self.chain_s = 0        # how long those of a stage take that wait for each other
         self.rounds = 0         # how many jobs one after the other, where lengthen() has decided
@@ -18372,11 +18373,6 @@ class PlannedScheduler:
         self.nodes = 0          # of one allocation
         self.num_cpus, self.memory_mb, self.num_gpus = 0, 0, 0      # of one node
         self.is_bound = True    # its jobs may name it: none takes some of the nodes only
-
-    @property
-    def class_numbers(self) -> List[int]:
-        """Classes of its jobs."""
-        return sorted({self.graph.class_numbers[job] for job in self.jobs})
 
     @property
     def longest_s(self) -> int:
@@ -18431,13 +18427,14 @@ class PlannedScheduler:
 
     def settle(self, names: Set[str]) -> None:
         """Work out the options; others have these names."""
-        partition, options, classes = self.partition, self.options, self.class_numbers
+        partition, options = self.partition, self.options
+        one = self.classes[min(self.class_numbers)]
         longest_s = (self.rounds or 1) * self.longest_s
         self.walltime_s = self.nominal_walltime(longest_s)
         if options.walltime_s is None:      # at its end, a job that takes all of its runtime is not stopped
             least_s = max(longest_s + options.end_s, options.least_s)
             self.walltime_s = max(self.walltime_s, min(least_s, partition.max_walltime_secs))
-        self.nodes = job_nodes = self.classes[classes[0]].num_nodes     # as that of all
+        self.nodes = job_nodes = one.num_nodes      # as that of all
         self.stages = [stage._replace(num_allocations=self.count(stage.jobs)) for stage in self.stages]
         if options.is_single:
             nodes = job_nodes * max(stage.num_allocations for stage in self.stages)
@@ -18448,7 +18445,7 @@ class PlannedScheduler:
         shares = max(1, self.num_allocations * self.nodes // job_nodes)
         size = size_request(partition, shares, self.demands(self.jobs))
         self.num_cpus, self.memory_mb, self.num_gpus = size
-        base = partition.name if options.group_by == 'partition' else self.classes[classes[0]].name
+        base = partition.name if options.group_by == 'partition' else one.name
         end = '_deferred' * self.has_dependencies + '_' + options.suffix
         more = ['', f'_{job_nodes}_nodes'][:1 + (job_nodes > 1)]    # as in Torc
         tries = itertools.chain(more, map('_{}'.format, itertools.count(2)))
@@ -18488,10 +18485,12 @@ def make_groups(graph: JobGraph, classes: Sequence[ResourceClass], chosen: Dict[
             if key not in groups:
                 groups[key] = PlannedScheduler(graph, classes, options, chosen[number], key[1])
             groups[key].jobs.append(job)
+            groups[key].class_numbers.add(number)
     for pool, _ in [key for key in groups if by_partition and key[1] and (key[0], False) in groups]:
         first, later = groups[pool, False], groups[pool, True]
         if options.is_single or first.count(first.jobs) + later.count(later.jobs) <= MERGED_ALLOCATIONS:
-            first.jobs = sorted(first.jobs + groups.pop((pool, True)).jobs)
+            first.jobs = sorted(first.jobs + later.jobs)
+            first.class_numbers |= groups.pop((pool, True)).class_numbers
     return sorted(groups.values(), key=lambda group: group.jobs[0])
 
 
@@ -30898,7 +30897,7 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> int:
     recommendations, groups = [], []
     for scheduler, block in zip(made.plan.schedulers, made.schedulers):
         partition, walltime = scheduler.partition.name, format_walltime(scheduler.walltime_s)
-        group = ', '.join(made.classes[number].name for number in scheduler.class_numbers)
+        group = ', '.join(made.classes[number].name for number in sorted(scheduler.class_numbers))
         advice, estimates = advise(scheduler, by_name.get(partition)), None
         if states and scheduler.num_allocations > 1 and not args['skip_test_only']:
             waits = [probe_start(block, count * scheduler.nodes) for count in (1, scheduler.num_allocations)]
