@@ -20702,8 +20702,6 @@ class Pace:
 
 def total_size(nodes: Sequence[NodeSize]) -> NodeSize:
     """All nodes together, as a compute node says it."""
-    if len(nodes) == 1:
-        return nodes[0]
     return NodeSize(sum(node.num_cpus for node in nodes), sum(node.memory_bytes for node in nodes),
                     tuple(itertools.chain.from_iterable(node.devices for node in nodes)))
 
@@ -23446,7 +23444,6 @@ class Runner:
             link,
             self.drain,
         ]
-
 
     # ---- the loop ----
 
