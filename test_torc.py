@@ -15232,93 +15232,44 @@ class JobPartsTest(PartTest):
         self.children.kill_children.return_value = []
         return torc.Shutdown(self.server.context, self.children, self.dispatcher, self.scripts, self.server)
 
-    def test_a_signal_stops_jobs_and_returns_claims_and_a_second_one_kills(self):
-        shutdown = self.shutdown()
-        shutdown.on_signal(signal.SIGTERM)
-        self.assertEqual(({'j1': 'stopping', 'j2': 'stopping'}, ['j1', 'j2'], [signal.SIGTERM], [(3, 1)]),
-                         (self.states(), self.starter.stopped, self.scripts.stopped, self.server.outbox['returned']))
-        self.assertEqual(('interrupt', torc.LAST_REPORT_S, False), (shutdown.context.leaving, self.server.window_ends_at, shutdown.is_killed))
-        self.assertEqual([('interrupt', signal.SIGTERM)] * 2, [(attempt.stopped_for, attempt.stopped_by) for attempt in self.attempts.of()])
-        self.children.kill_children.assert_not_called()
-        shutdown.on_signal(signal.SIGINT)
-        self.children.kill_children.assert_called_once_with()
-        self.assertEqual((signal.SIGTERM, True), (shutdown.interrupted_by, shutdown.is_killed))
-
-    def test_the_timeline_stops_jobs_before_the_end_and_kills_at_it(self):
-        workflow = {'execution_config': {'sigterm_lead_seconds': 30, 'sigkill_headroom_seconds': 60}}
-        shutdown = self.shutdown(options={'end_time': time.time() + 1000}, **workflow)
-        self.assertAlmostEqual(time.monotonic() + 910, shutdown.due(), delta=5)
-        shutdown.act(shutdown.due() - 1)
-        self.assertEqual('', shutdown.context.leaving)
-        shutdown.act(shutdown.due())
-        self.assertEqual(('deadline', ['j1', 'j2']), (shutdown.context.leaving, self.starter.stopped))
-        self.assertAlmostEqual(shutdown.context.end - torc.LEAVE_S, shutdown.due())
-        shutdown.act(shutdown.due())
-        self.children.kill_children.assert_called_once_with()
-        self.assertEqual(math.inf, shutdown.due())
-
-    def test_leaving_for_want_of_work_stops_nothing(self):
-        shutdown = self.shutdown()
-        shutdown.leave('complete')
-        self.assertEqual(([], {'j1': 'running', 'j2': 'running'}), (self.starter.stopped, self.states()))
-
-    # After so many seconds without work, or since the last end of a job here -> why the runner leaves.
-    IDLE = rows_of("""
-        limit  idle  since_end  pending  ignores  persistent  reason
-        90     89    never      0        no       no          -
-        90     90    never      0        no       no          idle
-        90     90    90         0        no       no          idle
-        90     500   119        1        no       no          -
-        90     500   120        1        no       no          idle
-        90     500   never      1        no       no          idle
-        0      9999  never      0        no       no          -
-        90     90    never      0        yes      no          idle
-        90     9999  never      0        no       yes         -
+    # After so many seconds without work, or since the last end of a job here, and what the server says -> why the runner leaves.
+    LEAVES = rows_of("""
+        limit  idle  since_end  pending  ignores  persistent  says       reason
+        90     89    never      0        no       no          -          -
+        90     90    never      0        no       no          -          idle
+        90     90    90         0        no       no          -          idle
+        90     500   119        1        no       no          -          -
+        90     500   120        1        no       no          -          idle
+        90     500   never      1        no       no          -          idle
+        0      9999  never      0        no       no          -          -
+        90     90    never      0        yes      no          -          idle
+        90     9999  never      0        no       yes         -          -
+        90     1     1          0        no       no          complete   complete
+        90     1     1          0        yes      no          complete   -
+        90     1     1          0        no       no          canceled   cancel
+        90     1     1          0        no       no          stuck      stuck
+        90     1     1          0        no       yes         stuck      -
         """)
 
-    def test_an_idle_runner_leaves_at_the_moment_that_the_page_names(self):
-        for row in self.IDLE:
+    def test_a_runner_leaves_at_the_moment_that_the_page_names_and_not_before_the_server_knows_of_the_last_end(self):
+        for row in self.LEAVES:
             with self.subTest(row), FakeClock().set() as clock:
                 self.attempts = torc.Attempts()
                 self.build(options={'is_persistent': row['persistent'] == 'yes'}, compute_node_wait_for_new_jobs_seconds=int(row['limit']),
                            compute_node_ignore_workflow_completion=row['ignores'] == 'yes')
-                shutdown = torc.Shutdown(self.server.context, unittest.mock.Mock(children={}),
-                                         self.dispatcher, self.scripts, self.server)
-                self.server.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 3,
-                                      'claimable': True, 'pending_actions': int(row['pending'])}
+                shutdown = torc.Shutdown(self.server.context, unittest.mock.Mock(children={}), self.dispatcher, self.scripts, self.server)
+                says = row['says']
+                self.server.answer = {'is_complete': says == 'complete', 'is_canceled': says == 'canceled', 'unfinished': 3,
+                                      'claimable': says != 'stuck', 'pending_actions': int(row['pending'])}
                 self.pace.worked_at = clock.now - float(row['idle'])
                 self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
-                self.server.sent_at = clock.now
-                torc.ExitRules(self.server.context, self.dispatcher, self.server, shutdown).look()
-                self.assertEqual(row['reason'], shutdown.context.leaving)
-
-    def test_a_runner_leaves_for_the_first_reason_that_holds(self):
-        idle = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True}
-        rows = (
-            ({'is_canceled': True}, {}, 'cancel'),
-            ({'is_complete': True}, {}, 'complete'),
-            ({'is_complete': True}, {'compute_node_ignore_workflow_completion': True}, ''),
-            ({}, {}, ''),
-            ({}, {'compute_node_wait_for_new_jobs_seconds': 1e-9}, 'idle'),
-            ({'pending_actions': 1}, {'compute_node_wait_for_new_jobs_seconds': 1e-9}, ''),
-            ({'claimable': False}, {}, 'stuck'),
-            ({'claimable': False}, {'options': {'is_persistent': True}}, ''),
-        )
-        for answer, workflow, reason in rows:
-            with self.subTest(answer=answer, workflow=workflow):
-                self.attempts = torc.Attempts()
-                self.build(**workflow)
-                launcher = unittest.mock.Mock(children={})
-                shutdown = torc.Shutdown(self.server.context, launcher, self.dispatcher, self.scripts, self.server)
                 rules = torc.ExitRules(self.server.context, self.dispatcher, self.server, shutdown)
-                self.server.answer = dict(idle, **answer)
-                self.pace.on_end()
+                self.server.sent_at = self.pace.ended_at
                 rules.look()
-                self.assertEqual('' if reason not in ('cancel', 'complete') else reason, shutdown.context.leaving,
-                                 'no request was sent since the start')
-                self.server.sent_at = time.monotonic()
+                self.assertEqual(row['reason'] if says in ('complete', 'canceled') else '', shutdown.context.leaving)
+                self.server.sent_at = clock.now
                 rules.look()
-                self.assertEqual(reason, shutdown.context.leaving)
+                self.assertEqual(row['reason'], shutdown.context.leaving)
 
 
 # ======== 16d. Runner's monitor ========
@@ -17822,9 +17773,9 @@ class OfflineDrainTest(RunnerCase):
         self.assertEqual((3, 'nobody there\nnothing is left to be reported', {}), (error.exit, error.message, error.details))
         self.assertFalse(self.has('out/offline_journal'))
 
-    def test_a_runner_does_not_leave_with_what_it_has_in_memory_alone(self):
-        for is_back in (True, False):
-            with self.subTest(is_back=is_back):
+    def test_a_runner_does_not_leave_with_what_it_has_in_memory_alone_unless_it_is_stopped(self):
+        for cure in ('the server', 'the disk', 'none'):
+            with self.subTest(cure=cure):
                 self.setUp()
                 self.world.write('out/offline_journal', 'in the way')
                 self.create(self.UNTIL.format(1), **self.NO_WINDOW)
@@ -17834,30 +17785,16 @@ class OfflineDrainTest(RunnerCase):
                     self.go(1)
                     tries.append(any('in memory only' in message for message in self.progress.messages))
                     if sum(tries) == 3:
-                        self.world.write('back', '') if is_back else os.unlink(self.world.path('out/offline_journal'))
+                        {'the server': lambda: self.world.write('back', ''), 'none': lambda: os.kill(os.getpid(), signal.SIGTERM),
+                         'the disk': lambda: os.unlink(self.world.path('out/offline_journal'))}[cure]()
                 self.asked = asked
-                if is_back:
+                if cure == 'the server':
                     self.assertEqual(1, self.run_it(ping_interval_s=0.2).completed)
                     self.assertEqual([(1, 1, 0, 'completed')], self.results())
                 else:
-                    self.run_offline()
-                    self.assertEqual({1: ('completed', 0)}, self.ends())
-
-    def test_a_stopped_runner_whose_disk_is_full_names_what_it_loses(self):
-        with small_disk(self.world.path('out'), '200k'):
-            self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config=self.TIMES)
-
-            def asked() -> None:
-                if not self.has('go1'):
-                    with contextlib.suppress(OSError), open(self.world.path('out/filler'), 'wb', 0) as file:
-                        while True:
-                            file.write(bytes(4096))
-                self.go(1)
-                if any('in memory only' in message for message in self.progress.messages):
-                    os.kill(os.getpid(), signal.SIGTERM)
-            self.asked = asked
-            error = self.run_offline()
-            self.assertEqual(('nobody there\n1 ended jobs could not be reported, nor kept on disk: j1', {}), (error.message, self.ends()))
+                    said = self.run_offline().message.partition('\n')[2]
+                    lost = '1 ended jobs could not be reported, nor kept on disk: j1'
+                    self.assertEqual((cure == 'none', {} if cure == 'none' else {1: ('completed', 0)}), (said == lost, self.ends()))
 
     def test_a_journal_that_is_removed_or_of_an_earlier_outage_has_all_in_the_end(self):
         for removes in (True, False):
