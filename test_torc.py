@@ -15507,9 +15507,6 @@ code=$?
 [ $code = 0 ] || echo "srun: error: node1: task 0: Exited with exit code $code" >&2
 exit $code
 '''
-# The same on another node, where what is killed here lives on: below a slurmstepd, until scancel ends that.
-SRUN_ELSEWHERE = SRUN.replace('SLURM_STEP_ID=5', 'prlimit --rttime=unlimited env -u TORC_RUN_TAG SLURM_STEP_ID=5 setsid -w '
-                              'sh -c \'echo $$ > "$0"; "$@"; exit $?\' "$fake/stepd"', 1)
 
 
 class SlurmStarterTest(PartTest):
@@ -15597,14 +15594,6 @@ class SlurmStarterTest(PartTest):
         shutil.rmtree(self.world.path('out', 'slurm_steps'))
         self.assertEqual(('completed', 0, '', False), self.ran('true', number=2))
 
-    def test_nodes_gpus_memory_and_signals_reach_srun(self):
-        self.build(nodes=('a', 'b'), srun_termination_signal='USR1@30', enable_cpu_bind=True, stdio={'mode': 'none'})
-        self.ran('true', needs=torc.Needs(2, 50 << 20, 1))
-        words = self.fakes.calls('srun')[0].argv
-        for word in ('--nodelist=a', '--cpus-per-task=2', '--mem=50M', '--gpus=1', '--signal=USR1@30'):
-            self.assertIn(word, words)
-        self.assertNotIn('--cpu-bind=none', words)
-
     def test_what_slurm_cannot_start_is_no_fault_of_the_job(self):
         busy = 'Unable to create step for job 77: Requested nodes are busy'
         starter = self.build(f'echo "srun: error: {busy}" >&2; exit 214')
@@ -15658,6 +15647,8 @@ class SlurmStarterTest(PartTest):
         self.assertAlmostEqual(torc.STEP_KILL_S, attempt.process.kill_at - time.monotonic(), delta=4)
         self.wait_for(lambda: '77.5' in self.scancels(), 'the last scancel')
         attempt.process.kill_at = 0.0
+        self.wait_for(lambda: attempt.end, 'the end of srun')
+        self.assertEqual((True, None), (attempt.step.is_canceling, self.starter.judge(attempt)), 'its step may run on')
         self.assertEqual(('terminated', 152, "stopped: the runner's time is over", False), self.judged(attempt))
 
     def test_a_srun_that_still_waits_for_its_step_is_ended_itself_and_the_job_goes_back(self):
@@ -15694,16 +15685,6 @@ class SlurmStarterTest(PartTest):
         attempt.process.kill_at = 0.0
         self.assertEqual((('failed', 4, '', False), ['77.5']), (self.judged(attempt), self.scancels()))
 
-    def test_when_srun_was_killed_its_step_is_canceled_before_the_job_goes_back(self):
-        self.build(SRUN_ELSEWHERE)
-        self.fakes.write('scancel', 'until [ -e "$fake/go" ]; do sleep 0.01; done; kill -9 $(cat "$fake/stepd")')
-        attempt = self.begun(self.begin('sleep 1000', state=''))
-        os.kill(attempt.process.pid, signal.SIGKILL)
-        self.wait_for(lambda: attempt.end and self.scancels(), 'scancel')
-        self.assertIsNone(self.starter.judge(attempt))
-        self.fakes.install('go', '')
-        self.assertEqual(('terminated', 137, 'its srun was killed', True), self.judged(attempt))
-
     # -------- the early signal --------
 
     def test_the_early_signal_is_sent_by_the_runner_itself_unless_the_job_has_got_it(self):
@@ -15728,15 +15709,6 @@ class SlurmStarterTest(PartTest):
         self.assertEqual(('terminated', 152, meaning, False), self.ran('kill -USR1 $$'))
         self.starter.context.stop_at += 1000
         self.assertEqual(('failed', 138), self.ran('kill -USR1 $$', number=2)[:2])
-
-    # -------- the end of the runner --------
-
-    def test_when_the_runner_leaves_all_its_steps_are_canceled_and_its_files_are_gone(self):
-        self.build()
-        for number in (1, 2):
-            self.begun(self.begin('sleep 1000', number=number))
-        self.starter.close()
-        self.assertEqual((['77.5 77.5'], False), (self.scancels(), os.path.exists(self.world.path('out', 'slurm_steps'))))
 
     # -------- which starter --------
 
@@ -16495,30 +16467,6 @@ class AllocationPartsTest(PartTest):
         self.assertEqual(([torc.NodeSize(1, 1 << 30, ())], None), (torc.runner_nodes(context, 0), context.allocation))
         self.assertIn('which is no node of Slurm job 5: start torc.py with srun', self.progress.messages[0])
 
-    def test_queued_allocations_without_work_are_canceled_with_one_call(self):
-        rows = [{'id': number, 'scheduler_id': slurm_id, 'scheduler_type': 'slurm'}
-                for number, slurm_id in ((1, 71), (2, 72), (3, 0), (4, 74))]
-        queue = '71|PENDING|a|\n72|RUNNING|b|\n9|PENDING|c|\n'
-        context, slurm = self.allocation(), AnsweringSlurm(squeue=queue)
-        calls = []      # type: List[Any]
-
-        def call(op: str, body: Any = None, deadline_s: float = 0, **params: Any) -> Any:
-            calls.append((op, body, params))
-            return {'items': rows}
-        torc.cancel_surplus(context, unittest.mock.Mock(call=call), slurm.ask)
-        self.assertEqual(['squeue', 'scancel'], [argv[0] for argv in slurm.calls])
-        self.assertEqual(['scancel', '--state=PENDING', '71'], slurm.calls[1])
-        canceled = {'status': 'canceled', 'reason': 'no job was left for it when the last runner of Slurm job 5 left'}
-        self.assertEqual([(canceled, {'id': 1}), (canceled, {'id': 3})],
-                         [row[1:] for row in calls if row[0] == 'update_scheduled_compute_node'])
-        self.assertEqual(['cancel_unneeded_pending_allocations'],
-                         [row[1]['data']['action'] for row in calls if row[0] == 'create_event'])
-        for answer, called in ((torc.Reply(1, '', 'away'), ['squeue']), (queue, [])):
-            slurm, before = AnsweringSlurm(squeue=answer), len(calls)
-            torc.cancel_surplus(context, unittest.mock.Mock(call=call), slurm.ask)
-            self.assertEqual((called, before + 1), ([argv[0] for argv in slurm.calls], len(calls)))
-            rows.clear()
-
     def test_work_is_left_for_an_allocation_while_jobs_are_ready_or_active(self):
         for counts, is_left in (({'completed': 3}, False), ({'blocked': 2, 'pending_failed': 1}, False),
                                 ({'ready': 1}, True), ({'running': 1}, True),
@@ -16579,15 +16527,17 @@ class InAllocationTest(RunnerCase):
 
     def test_it_is_a_node_of_its_record_from_the_first_job_to_the_last_and_cancels_what_is_left(self):
         self.create('true', 'exit 3', execution_config={'mode': 'direct'})
-        self.allocate(5, 71, 72)
-        self.tell(time.time() + 500, '71|PENDING|a|\n72|RUNNING|b|\n')
+        self.allocate(5, 71, 72, 0)
+        self.tell(time.time() + 500, '71|PENDING|a|\n72|RUNNING|b|\n9|PENDING|c|\n')
         seen = []       # type: List[Any]
         self.client.after = lambda number: seen.append(self.records())
         outcome = self.run_it()
         self.assertEqual((1, 1, 'complete'), (outcome.completed, outcome.failed, outcome.reason))
-        self.assertEqual({5: 'active', 71: 'pending', 72: 'pending'}, seen[0])
-        self.assertEqual({5: 'complete', 71: 'canceled', 72: 'pending'}, self.records())
+        self.assertEqual({5: 'active', 71: 'pending', 72: 'pending', 0: 'pending'}, seen[0])
+        self.assertEqual({5: 'complete', 71: 'canceled', 72: 'pending', 0: 'canceled'}, self.records())
         self.assertEqual([['--state=PENDING', '71']], [call.argv for call in self.fakes.calls('scancel')])
+        self.assertEqual(['cancel_unneeded_pending_allocations'], [event['data']['action'] for event in self.client.rows(
+            'list_events', workflow_id=1) if event['data'].get('category') == 'scheduler' and 'action' in event['data']])
         node, = self.client.rows('list_compute_nodes', workflow_id=1)
         self.assertEqual(('slurm', 4, 1, 2, 1, {'type': 'slurm', 'scheduler_id': 1, 'slurm_job_id': 5, 'slurm_node_id': 0,
                                              'slurm_task_pid': 77, 'restart_count': 0}),
@@ -16652,20 +16602,6 @@ class InAllocationTest(RunnerCase):
             outcome = self.run_it()
         self.assertEqual(('deadline', 1), (outcome.reason, outcome.terminated))
         self.assertTrue([text for text in self.progress.messages if text.startswith('Slurm job 5 ends at ')])
-
-    @slow
-    def test_a_job_that_is_over_stops_it_and_its_jobs_are_ready(self):
-        self.create('echo > begun; exec sleep 60', execution_config={'mode': 'direct', 'sigterm_lead_seconds': 1})
-        self.allocate(5)
-
-        def requeue(number: int) -> None:
-            if os.path.exists(self.world.path('begun')):
-                self.fakes.install('job', self.line.replace('Restarts=0', 'Restarts=1') + '\n')
-        self.client.after = requeue
-        with unittest.mock.patch('torc.RETRY_END_S', 0.2), unittest.mock.patch('torc.CHECK_END_S', 0.2):
-            outcome = self.run_it()
-        self.assertEqual(signal.SIGTERM, outcome.interrupted_by)
-        self.assertEqual(({'j1': 'ready'}, {5: 'pending'}), (self.statuses(), self.records()))
 
     def test_jobs_that_end_with_an_allocation_that_somebody_canceled_have_failed_and_others_are_ready_again(self):
         said = 'Slurm job 5 was canceled by a user or administrator'
