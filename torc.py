@@ -4703,7 +4703,7 @@ CREATE TABLE scheduled_compute_node (
     scheduler_config_id INTEGER NOT NULL,               -- the slurm_scheduler it was made from
     scheduler_type      TEXT NOT NULL,
     status              TEXT NOT NULL,                  -- pending, active, complete, canceled
-    submission          JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
+    submission          JSON TEXT,                      -- settings, for who submits it; cluster
     made_for            INTEGER,                        -- the action that it is of
     submit_after        REAL,                           -- in somebody's hand until then; NULL: never was
     reason              TEXT                            -- one sentence: why it is complete or canceled
@@ -18896,16 +18896,9 @@ class Submission(Row):
     id: int                     # of its record
     workflow: Dict[str, Any]
     scheduler: Dict[str, Any]
-    settings: Dict[str, Any]    # SUBMISSION_SETTINGS
+    settings: Dict[str, Any]    # how its runner works: see submission_settings()
     needs: AllocationNeeds
     database_id: str
-
-
-SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the record
-    'directory': 'working directory', 'output_dir': 'output directory', 'poll_interval': 'seconds',
-    'claim_backoff_max_secs': 'seconds', 'max_parallel_jobs': 'jobs at a time',
-    'start_one_worker_per_node': 'a runner on each node', 'prefix': 'begin of the name of the Slurm job',
-    'num_allocations': 'submitted together', 'keeps_script': 'the script stays'}
 
 
 def submission_name(submission: Submission) -> str:
@@ -29963,7 +29956,7 @@ ALLOCATION_JOB_COLUMNS = 'Job ID=job_id, Job Name=job_name, Status=status, Retur
 # -------- submission --------
 
 def submission_settings(args: Arguments) -> Dict[str, Any]:
-    """SUBMISSION_SETTINGS from the arguments of a command."""
+    """How a runner in an allocation is to work, kept with the record, from the arguments of a command."""
     if not JOB_PREFIX.match(args.get('job_prefix') or ''):
         raise BadInput('--job-prefix takes letters, digits and . _ + -, and does not begin with a dash')
     given_settings = {
@@ -30029,7 +30022,7 @@ def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[s
 
 def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
                    is_forced: bool) -> None:
-    """Make ready what is uninitialized; refuse what was canceled. `settings`: SUBMISSION_SETTINGS."""
+    """Make ready what is uninitialized; refuse what was canceled. `settings`: submission_settings()."""
     number = workflow['id']
     prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
     status = session.call('get_workflow_status', workflow_id=number)
@@ -30094,16 +30087,16 @@ class Submitter:
         answer = self.answer = self.ask('store_allocations' if plan else 'take_submission', body)
         while answer['allocation'] or waits and answer['wait_s'] is not None and failures < SBATCH_TRIES:
             ended, pause_s = [], min(answer['wait_s'], SBATCH_PAUSE_S)
+            why, wait_s = 'another command has it in hand, or had when it was killed', answer['wait_s']
             if answer['allocation']:
-                end = self.submit(answer['allocation'])
-                ended.append(dict(end, id=answer['allocation']['id']))
-                failures, pause_s = (failures + 1, LOOK_PAUSE_S if failures else SBATCH_PAUSE_S) \
-                    if 'retry_s' in end else (0, 0.0)
-                self.say(end['message'] if pause_s else '', pause_s)
-            else:
-                self.say('another command has it in hand, or had when it was killed', answer['wait_s'])
+                ended = [dict(self.submit(answer['allocation']), id=answer['allocation']['id'])]
+                why, is_clear = ended[0].get('message'), 'retry_s' not in ended[0]
+                pause_s = wait_s = 0.0 if is_clear else LOOK_PAUSE_S if failures else SBATCH_PAUSE_S
+                failures = 0 if is_clear else failures + 1
             if pause_s:
-                answer, ended = self.ask('take_submission', {'ended': ended}), []
+                if why != self.why_left:
+                    self.session.report(f'{why}: looking into the queue in {wait_s:.0f} s')
+                answer, ended, self.why_left = self.ask('take_submission', {'ended': ended}), [], why
                 if not waits or failures >= SBATCH_TRIES:
                     break
                 self.session.client.close()     # runners that have begun need the database
@@ -30111,12 +30104,6 @@ class Submitter:
             answer = self.ask('take_submission', dict(hold, ended=ended))
         self.left = answer['left']
         return self
-
-    def say(self, why: str, wait_s: float) -> None:
-        """Say once why something is left, and waits."""
-        if why and why != self.why_left:
-            self.session.report(f'{why}: looking into the queue in {wait_s:.0f} s')
-        self.why_left = why or self.why_left
 
     def ask(self, op: str, body: Dict[str, Any]) -> Dict[str, Any]:
         """Tell the server what became of an allocation, and take the next in hand."""
@@ -31221,7 +31208,7 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
 
 
 def default_settings() -> Dict[str, Any]:
-    """SUBMISSION_SETTINGS without options on the command line."""
+    """submission_settings() without options on the command line."""
     names = ('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs')
     return submission_settings(dict(dict.fromkeys(names), output_dir=DEFAULT_OUTPUT_DIR))
 
