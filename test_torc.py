@@ -22351,17 +22351,6 @@ class ReconcileTest(WorldTest):
         self.assertEqual((1000, 1000, 0), tuple(answer[key] for key in ('files', 'accepted', 'rejected')))
         self.assertEqual({'completed': 1000, 'ready': 1}, self.counts())
 
-    def test_a_journal_of_torc_py_with_a_retry_makes_the_job_ready_again(self):
-        self.create()
-        path = torc.make_journal(self.world.path('torc_output'), 1, 1, 'n1')
-        completion = {'job_id': 1, 'attempt_id': 1, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
-                      'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 2, 'reason': 'no licence'}
-        torc.write_journal(path, [torc.format_journal_entry(completion, 1, 1, 9)])
-        self.assertEqual(1, self.reconcile()['accepted'])
-        job = self.world.main('-f', 'json', 'jobs', 'get', 1).json()
-        self.assertEqual(('ready', 2), (job['status'], job['attempt_id']))
-        self.assertEqual(1, self.reconcile()['known'])
-
     def test_the_node_of_a_runner_elsewhere_that_has_left_is_settled(self):
         self.create()
         client = self.world.connect()
