@@ -14558,7 +14558,7 @@ class RunnerRulesTest(unittest.TestCase):
     @staticmethod
     def policy(ledger: Any) -> Any:
         """What a runner of a plain workflow claims."""
-        context = types.SimpleNamespace(options=torc.RunnerOptions(), workflow={}, allocation=None)
+        context = types.SimpleNamespace(options=torc.RunnerOptions(), workflow={}, allocation=None, least_s=0.0)
         return torc.ClaimPolicy(context, ledger, torc.Attempts())
 
     def test_gpus_are_handed_out_least_recently_used_first_and_shared_by_the_queue_strategy(self):
@@ -14583,7 +14583,7 @@ class RunnerRulesTest(unittest.TestCase):
             policy.mean_s = mean_s
             self.assertEqual((rounds, 2 * rounds), (policy.rounds(), policy.want(math.inf)['limit']))
         policy = self.policy(self.ledger(2, 1 << 30, max_jobs=4))
-        policy.least_s = 300.0
+        policy.context.least_s = 300.0
         self.assertEqual((4, 'PT7M1S', None), (policy.want(301.0)['limit'], policy.want(301.0)['time_limit'], policy.want(299.0)))
 
     def test_a_ledger_of_several_nodes_places_each_job_and_hands_out_that_nodes_gpus(self):
@@ -15282,7 +15282,7 @@ class JobPartsTest(PartTest):
                                       'claimable': says != 'stuck', 'pending_actions': int(row['pending'])}
                 self.pace.worked_at = clock.now - float(row['idle'])
                 self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
-                rules = torc.ExitRules(self.server.context, self.dispatcher, self.server, shutdown)
+                rules = torc.ExitRules(self.server.context, self.server, self.actions, shutdown)
                 self.server.sent_at = self.pace.ended_at
                 rules.look()
                 self.assertEqual(row['reason'] if says in ('complete', 'canceled') else '', shutdown.context.leaving)
@@ -16477,7 +16477,7 @@ class AllocationPartsTest(PartTest):
                 found = torc.runner_nodes(context, 0)
                 self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20, len(size.devices)) for size in found])
                 self.assertEqual((len(sizes), sum(size[0] for size in sizes)),
-                                 (len(context.allocation.node_names), torc.total_size(found).num_cpus))
+                                 (len(context.allocation.node_names), sum(size.num_cpus for size in found)))
 
     def test_on_a_login_node_jobs_run_as_steps_or_as_if_there_were_no_allocation(self):
         context = self.allocation()

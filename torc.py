@@ -20590,6 +20590,7 @@ class NodeContext:
         self.end = math.inf         # when it must be gone
         self.last_at = math.inf     # when nothing may be left but to report that all was killed
         self.stop_at = math.inf     # when its jobs get the termination signal
+        self.least_s = 0.0          # nothing is claimed when less is left until `end`
 
     def end_time(self) -> Optional[float]:
         """When this runner must be gone, by its options or by Slurm; None: never."""
@@ -20693,17 +20694,13 @@ class Pace:
         return 2 * (longest_s + ANSWER_DEADLINE_S) + more_s
 
 
-def total_size(nodes: Sequence[NodeSize]) -> NodeSize:
-    """All nodes together, as a compute node says it."""
-    return NodeSize(sum(node.num_cpus for node in nodes), sum(node.memory_bytes for node in nodes),
-                    tuple(itertools.chain.from_iterable(node.devices for node in nodes)))
-
-
-def describe_node(context: NodeContext, node: NodeSize) -> Dict[str, Any]:
-    """What a runner says of itself and its node when it registers."""
+def describe_node(context: NodeContext, nodes: Sequence[NodeSize]) -> Dict[str, Any]:
+    """What a runner says of itself and its nodes when it registers."""
     body = {'workflow_id': context.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
-            'start_time': format_time(time.time()), 'num_cpus': node.num_cpus,
-            'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
+            'start_time': format_time(time.time()), 'num_nodes': len(nodes),
+            'num_cpus': sum(node.num_cpus for node in nodes),
+            'memory_gb': sum(node.memory_bytes for node in nodes) / 1024 ** 3,
+            'num_gpus': sum(len(node.devices) for node in nodes),
             'compute_node_type': 'local', 'is_active': True}
     end_time = context.end_time()
     if end_time is not None:
@@ -20828,9 +20825,9 @@ class ServerLink(Part):
 
     def register(self) -> None:
         """Become one of the workflow's compute nodes."""
-        context, options, node = self.context, self.context.options, total_size(self.ledger.nodes)
-        body = dict(describe_node(context, node), num_nodes=len(self.ledger.nodes),
-                    lease_s=self.pace.lease_s(), identity=self.identity)
+        context, options = self.context, self.context.options
+        body = dict(describe_node(context, self.ledger.nodes), lease_s=self.pace.lease_s(),
+                    identity=self.identity)
         lease_ends_at = read_clocks().running + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
         context.node_id, self.times_opened = created['id'], self.client.times_opened
@@ -20840,8 +20837,8 @@ class ServerLink(Part):
         context.variables = common_variables(self.client, context.workflow, context.output.path)
         context.log.write(f'Job runner starting workflow_id={context.workflow_id}', run_id=context.run_id,
                           compute_node_id=context.node_id, hostname=body['hostname'],
-                          output_dir=context.output.path, num_cpus=node.num_cpus,
-                          memory=format_memory(node.memory_bytes), num_gpus=len(node.devices),
+                          output_dir=context.output.path, num_cpus=body['num_cpus'],
+                          memory=f"{body['memory_gb']:.1f}GB", num_gpus=body['num_gpus'],
                           job_completion_poll_interval=f'{options.poll_interval_s:g}s',
                           claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s',
                           max_parallel_jobs=options.max_parallel_jobs, end_time=body.get('end_time'),
@@ -21175,7 +21172,6 @@ class ClaimPolicy:
         self.context = context
         self.ledger = ledger
         self.attempts = attempts
-        self.least_s = 0.0              # nothing is claimed when less is left
         self.backlog = attempts.by_state['claimed']     # in the order of the server
         self.mean_s = math.inf          # recent run time of a job
         self.moved_at = 0.0             # when something was last put into or taken out of the backlog
@@ -21192,7 +21188,7 @@ class ClaimPolicy:
     def want(self, remaining_s: float) -> Optional[Dict[str, Any]]:
         """The `want` of a runner_sync, or None."""
         context, options, ledger, rounds = self.context, self.context.options, self.ledger, self.rounds()
-        if remaining_s < self.least_s:
+        if remaining_s < self.context.least_s:
             return None
         time_limit = None if math.isinf(remaining_s) else \
             format_duration(max(60, longest_runtime(context.workflow, remaining_s)))
@@ -23105,9 +23101,8 @@ class Shutdown(Part):
         if end_time is None:
             return
         context.end = time.monotonic() + end_time - time.time()
-        policy = self.dispatcher.policy
-        policy.least_s = least_time(context.workflow, context.end - self.began,
-                                    policy.ledger.max_jobs is not None, context.in_steps)
+        context.least_s = least_time(context.workflow, context.end - self.began,
+                                     context.options.max_parallel_jobs is not None, context.in_steps)
         context.last_at = context.end - min(context.config['sigkill_headroom_seconds'] / 2, LEAVE_S)
         self.launcher.last_at = context.last_at
         if context.leaving not in SIGNAL_REASONS:
@@ -23234,11 +23229,10 @@ class UnkillableReport(Part):
 class ExitRules:
     """When this runner leaves though nobody has asked for it."""
 
-    def __init__(self, context: NodeContext, dispatcher: Dispatcher, link: ServerLink,
-                 shutdown: Shutdown) -> None:
+    def __init__(self, context: NodeContext, link: ServerLink, actions: Actions, shutdown: Shutdown) -> None:
         self.context = context
-        self.dispatcher = dispatcher
         self.link = link
+        self.actions = actions
         self.shutdown = shutdown
 
     def look(self) -> None:
@@ -23267,25 +23261,25 @@ class ExitRules:
         limit_s = context.setting('compute_node_wait_for_new_jobs_seconds') or math.inf
         return 0.0 if self.link.launcher.children else min(
             IDLE_WAIT_S, self.link.pace.worked_at + limit_s - now,
-            context.end - self.dispatcher.policy.least_s - now)
+            context.end - context.least_s - now)
 
     def look_while_idle(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
         context, link, leave = self.context, self.link, self.shutdown.leave
-        answer, pace, policy = link.answer, link.pace, self.dispatcher.policy
+        answer, pace = link.answer, link.pace
         limit_s, now = context.setting('compute_node_wait_for_new_jobs_seconds'), time.monotonic()
         is_persistent = context.options.is_persistent
         stays = is_persistent and answer['unfinished'] and answer.get('has_jobs_for_node', True)
-        if stays or link.state != 'online' or self.dispatcher.actions.queue:
+        if stays or link.state != 'online' or self.actions.queue:
             pace.worked_at = now
             return
         pending = answer.get('pending_actions') and now - pace.ended_at < LATE_ACTION_S
         ignores = context.setting('compute_node_ignore_workflow_completion')
         idle_s = now - pace.worked_at
         is_over = bool(limit_s) and idle_s >= limit_s
-        if context.end - now < policy.least_s:
+        if context.end - now < context.least_s:
             whole = f'its {context.end - self.shutdown.began:.0f} s'
-            leave('deadline', words=WAIT_REASONS['late'].format(whole, policy.least_s))
+            leave('deadline', words=WAIT_REASONS['late'].format(whole, context.least_s))
         elif context.output.loss:
             if is_over:
                 waited = f'for {idle_s:.0f} seconds nothing could be started'
@@ -23417,7 +23411,7 @@ class Runner:
         self.completions = Completions(context, self.policy, starter, measure, scripts, link)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, link)
-        self.exit_rules = ExitRules(context, self.dispatcher, link, self.shutdown)
+        self.exit_rules = ExitRules(context, link, self.actions, self.shutdown)
         self.allocation_watch = AllocationWatch(context, launcher)
         self.drain = OfflineDrain(context, link)
         self.counts = {}            # type: Dict[str, int]  # what the server has said of all jobs
