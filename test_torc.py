@@ -14645,9 +14645,6 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertEqual(1, torc.find_rule(rules, 4)['max_retries'])
         self.assertIsNone(torc.find_rule(rules[1:], 4))
 
-    def test_signals_have_names_with_and_without_sig(self):
-        for name, number in (('SIGINT', 2), ('int', 2), ('USR1', signal.SIGUSR1), ('nonsense', 15), ('SIG_IGN', 15)):
-            self.assertEqual(number, torc.parse_signal(name))
 
 
 class NodeSizeTest(WorldTest):
@@ -14657,16 +14654,11 @@ class NodeSizeTest(WorldTest):
     GROUPS = rows_of("""
         version  path     files                                                          cpus  mib
         2        /        -                                                              inf   inf
-        2        /a/b     a/b/cpu.max=max 100000                                         inf   inf
-        2        /a/b     a/b/cpu.max=250000 100000                                      2.5   inf
         2        /a/b     a/cpu.max=150000 100000;a/b/cpu.max=max 100000                 1.5   inf
         2        /a/b     a/memory.max=1048576;a/b/memory.max=max                        inf   1
         2        /a/b     a/b/memory.high=3145728;a/b/memory.max=4194304                 inf   3
         2        /../x    cpu.max=50000 100000                                           0.5   inf
-        1        /a       a/cpu.cfs_quota_us=-1;a/cpu.cfs_period_us=100000               inf   inf
         1        /a       a/cpu.cfs_quota_us=300000;a/cpu.cfs_period_us=100000           3.0   inf
-        1        /a       cpu.cfs_quota_us=50000;cpu.cfs_period_us=100000                0.5   inf
-        1        /a       a/memory.limit_in_bytes=9223372036854771712                    inf   8796093022207
         1        /a       memory.limit_in_bytes=9223372036854771712;a/memory.limit_in_bytes=2097152  inf  2
         1        /a       a/cpu.cfs_quota_us=rubbish;a/memory.limit_in_bytes=            inf   inf
         inside   /box     cpu.max=200000 100000;memory.max=2097152                       2.0   2
@@ -14712,21 +14704,16 @@ class NodeSizeTest(WorldTest):
 
     NAMED = rows_of("""
         environment                                     wanted  found  devices
-        -                                               -       0      -
         -                                               -       2      0,1
-        -                                               3       0      0,1,2
         -                                               0       2      -
-        CUDA_VISIBLE_DEVICES=5,7                        -       0      5,7
         CUDA_VISIBLE_DEVICES=5, 7                       1       9      5
         CUDA_VISIBLE_DEVICES=GPU-8a,MIG-1/2             -       0      GPU-8a,MIG-1/2
         CUDA_VISIBLE_DEVICES=2,-1,3                     -       0      2
         CUDA_VISIBLE_DEVICES=                           -       4      -
-        CUDA_VISIBLE_DEVICES=NoDevFiles                 -       4      -
         CUDA_VISIBLE_DEVICES=                           2       4      0,1
         CUDA_VISIBLE_DEVICES=;SLURM_JOB_GPUS=1          -       4      -
         ROCR_VISIBLE_DEVICES=1                          -       4      1
         SLURM_STEP_GPUS=2,3;SLURM_JOB_GPUS=0,1          -       0      2,3
-        SLURM_JOB_GPUS=gpu:0,1                          -       0      0,1
         SLURM_JOB_GPUS=                                 -       1      0
         """)
 
@@ -14737,14 +14724,6 @@ class NodeSizeTest(WorldTest):
                 wanted = int(row['wanted']) if row['wanted'] else None
                 self.assertEqual(tuple(filter(None, row['devices'].split(','))),
                                  torc.visible_devices(wanted, int(row['found'])))
-
-    def test_gpus_of_the_driver_are_counted(self):
-        self.assertEqual(0, torc.count_driver_gpus(self.world.directory))
-        for name in ('dev/nvidia0', 'dev/nvidia1', 'dev/nvidiactl', 'dev/nvidia-uvm'):
-            self.world.write(name, '')
-        self.assertEqual(2, torc.count_driver_gpus(self.world.directory))
-        self.world.write('proc/driver/nvidia/gpus/0000:01:00.0/information', '')
-        self.assertEqual(1, torc.count_driver_gpus(self.world.directory), 'a container that has one of them')
 
     def count_gpus(self, programs: Dict[str, str], **options: Any) -> Tuple[int, List[str]]:
         """Ask programs, given as their shell commands."""
@@ -15239,6 +15218,14 @@ class JobPartsTest(PartTest):
             self.actions.act(time.monotonic())
             self.scripts.finish()
         self.assertEqual(['a', 'a', 'b'], self.scripts.commands)
+
+    def test_what_slurm_has_set_is_noted_but_no_token(self):
+        context = self.context()
+        context.allocation = unittest.mock.Mock(label=str)
+        with self.world.inside({'SLURM_JWT': 'secret', 'SLURM_B': '1', 'X_SLURM': '2\n3', 'HOME': '/'}):
+            torc.prepare_allocation(unittest.mock.Mock(call=lambda *_, **params: {'items': []}), context)
+        self.assertEqual('SLURM_B=1\nX_SLURM=2\\n3\n', self.world.read('out/slurm_env_1.log'))
+        self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('out/slurm_env_1.log')).st_mode))
 
     # -------- leaving --------
 
