@@ -2544,6 +2544,14 @@ class SpecTest(unittest.TestCase):
             self.assertIn('is 1,001 characters long: 1,000 are allowed', problems_of({'name': 'w', 'jobs': [job]})[0])
         self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'x' * 1000, 'command': 'c'}]}))
 
+    def test_a_command_is_not_longer_than_a_program_can_be_given(self):
+        for script, command in (('', '\u00e9' * 65536), ('x' * 100000, 'y' * 40000)):
+            job = {'name': 'a', 'command': command, **({'invocation_script': script} if script else {})}
+            wanted = f"job 'a': command has {len(script) + len(command.encode()):,} bytes, and a program can be given 131,070: put it into a script"
+            self.assertEqual([wanted], [re.sub('^[0-9:]+ ', '', problem) for problem in problems_of({'name': 'w', 'jobs': [job]})])
+        self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'a', 'command': 'x' * torc.MAX_COMMAND_BYTES}]}))
+        self.assertRaisesRegex(torc.BadInput, 'command has 131,071 bytes', torc.check_value, 'command', 'command', 'x' * 131071)
+
     def test_lone_surrogates_are_refused(self):
         for value in ({'name': 'w', 'jobs': [{'name': 'a', 'command': '\ud800'}]},
                       {'name': 'w', 'jobs': [], 'user_data': [{'name': 'u', 'data': {'x': '\udfff'}}]}):
@@ -12180,28 +12188,61 @@ def hanging(case: unittest.TestCase) -> threading.Event:
     return go
 
 
-class SnapshotTest(unittest.TestCase):
-    """One look at all processes."""
+PYTHON = shlex.quote(sys.executable)
+NASTY = {       # what processes may do to live on; NASTY is a word by which they are found (`living`)
+    'a child': 'sleep 1000 NASTY & ',
+    'double forks': '((sleep 1000 NASTY &) &) ; (setsid sh -c "(sleep 1000 NASTY &)" &) ; ',
+    'a session of its own': 'setsid sleep 1000 NASTY & ',
+    'double forks without environment': '(env -i setsid /bin/sh -c "(/bin/sleep 1000 NASTY &) ; exec /bin/sleep 1000 NASTY" &) ; ',
+    'ignorance of signals': PYTHON + """ -Sc '
+import signal
+for number in set(range(1, 65)) - {9, 19, 32, 33}:
+    signal.signal(number, signal.SIG_IGN)
+while True:
+    signal.pause()' NASTY & """,
+    'a stopped process': '(setsid sh -c "kill -STOP \\$\\$; sleep 1000 NASTY" &) ; ',
+    'a group of its own': 'set -m; sh -c "trap \'\' TERM; while :; do sleep 0.05; done" NASTY & set +m; ',
+    'open output': '(setsid sh -c "while :; do echo x; sleep 0.01; done" NASTY &) ; ',
+    # Its first thread ends, and another goes on.
+    'a headless process': PYTHON + """ -Sc '
+import ctypes, os, signal, threading, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.setsid()
+threading.Thread(target=time.sleep, args=(1000,)).start()
+ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)' NASTY & """,
+    # At each moment one process lives, in a session of its own, and not for long.
+    'a chain of short lives': PYTHON + """ -Sc '
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    os.setsid() if os.getsid(0) != os.getpid() else os.fork() and os._exit(0)' NASTY & """,
+    # Forks wherever there is room, ignores SIGTERM, and leaves its session: up to a limit, as root knows none.
+    'a fork bomb': PYTHON + """ -Sc '
+import os, resource, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.setgid(47012) if os.getuid() == 0 else 0
+os.setuid(47012) if os.getuid() == 0 else 0
+resource.setrlimit(resource.RLIMIT_NPROC, (60, 60))
+while True:
+    try:
+        if os.fork() == 0:
+            os.setsid()
+    except OSError:
+        open("full", "a").close()
+        time.sleep(0.01)' NASTY & until test -e full; do sleep 0.02; done; """,
+}
 
-    def test_a_snapshot_reads_nothing_before_it_is_asked_for_and_nothing_twice(self):
-        rows = {10: torc.ProcRow(1, 10, 5), 11: torc.ProcRow(10, 11, 6), 12: torc.ProcRow(11, 12, 7), 20: torc.ProcRow(1, 20, 8)}
-        reads = []      # type: List[Any]
 
-        def read(name: str, answers: Any) -> Any:
-            return lambda *pid: reads.append((name, *pid)) or (answers(*pid) if pid else answers)
-        patched = {'read_proc_table': read('table', rows), 'read_mark_number': read('number', lambda pid: 7 if pid == 11 else -1),
-                   'read_proc_environ': read('environ', lambda pid: b'tag-1;' if pid == 20 else b'')}
-        with unittest.mock.patch.multiple(torc, **patched):
-            snapshot = torc.ProcSnapshot()
-            self.assertEqual([], reads)
-            marks = [torc.Mark(b'tag-1;', 7, 0)]
-            self.assertTrue(snapshot.has_mark(20, marks))
-            self.assertEqual([('number', 20), ('environ', 20)], reads)
-            self.assertEqual({11: 6, 12: 7, 20: 8}, snapshot.family({}, marks))
-            self.assertEqual({10: 5, 11: 6, 12: 7, 20: 8}, snapshot.family({10: math.inf}, marks))
-            self.assertEqual({10: 5, 11: 6, 12: 7}, snapshot.family({10: math.inf}, [torc.Mark(b'other', 9, 0)]))
-        self.assertEqual(len(set(reads)), len(reads))
-        self.assertNotIn(('environ', 11), reads[:6], 'its number says enough')
+def living(word: str) -> Dict[int, str]:
+    """Living processes with a word in their arguments: pid -> these."""
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):
+        words = torc.read_proc_file(pid, 'cmdline').replace(b'\0', b' ').decode('utf-8', 'replace')
+        if f' {word} ' in f'{words} ' and torc.read_process_start_ticks(pid):
+            found[pid] = words
+    return found
 
 
 def freeze(case: WorldTest, *pids: int) -> Callable[[], None]:
@@ -12214,7 +12255,8 @@ def freeze(case: WorldTest, *pids: int) -> Callable[[], None]:
     except OSError:
         need('cgroup', False, 'makes a control group of the freezer of version 1')
     for pid in pids:
-        torc.join_control_group(group, pid)
+        with open(group + '/cgroup.procs', 'w') as file:
+            file.write(str(pid))
 
     def set_state(state: str) -> None:
         if os.path.isdir(group):
@@ -12273,107 +12315,6 @@ class LauncherTest(WorldTest):
         for name in names:
             self.world.wait(lambda: not torc.read_process_start_ticks(self.pid_in(name)), 10, f'the end of {name}')
 
-    HIDDEN = '(setsid env -i /bin/sh -c "echo \\$\\$ > hidden; exec /bin/sleep 1000" &) ; '
-
-    def test_what_hides_its_origin_ends_with_its_job_and_with_no_other(self):
-        hidden = self.HIDDEN.replace('hidden', 'spared')
-        other = self.start(f'cd "$HERE"; {hidden} exec sleep 1000', '2-1')
-        spared = self.pid_in('spared')
-        job = self.start('cd "$HERE"; ' + self.HIDDEN + 'while [ ! -s hidden ]; do /bin/sleep 0.01; done; /bin/sleep 0.1')
-        self.end_of(job)
-        self.assertFalse(torc.read_process_start_ticks(self.pid_in('hidden')))
-        self.assertTrue(torc.read_process_start_ticks(spared))
-        self.launcher.stop(other, signal.SIGKILL, 0)
-        self.end_of(other)
-        self.assertFalse(torc.read_process_start_ticks(spared))
-
-    def test_where_the_limit_cannot_be_set_the_environment_tells_whose_a_daemon_is(self):
-        with unittest.mock.patch.object(torc, 'set_mark_number', lambda number: None):
-            self.end_of(self.start("setsid sh -c 'echo $$ > a; sleep 1000 & echo $! > b; wait' & "
-                                   'until test -s b; do sleep 0.01; done'))
-        self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
-        self.assertFalse(torc.read_process_start_ticks(self.pid_in('b')))
-
-    def test_no_two_jobs_have_the_same_mark_at_once(self):
-        self.launcher.serials = itertools.cycle(range(2))
-        first = self.start('exec sleep 1000')
-        marks = set()
-        for number in range(4):
-            job = self.start('true', f'{number}-1')
-            marks.add(job.mark.number)
-            self.end_of(job)
-        self.assertEqual(1, len(marks))
-        self.assertNotIn(first.mark.number, marks)
-        self.assertEqual(first.mark.number, torc.read_mark_number(first.pid))
-        self.assertEqual(-1, torc.read_mark_number(os.getpid()))
-
-    def test_nothing_that_hides_its_origin_outlives_the_launcher(self):
-        with self.world.inside():
-            first, self.launcher = self.launcher, torc.Launcher()
-        self.start('cd "$HERE"; exec env -i setsid /bin/sh -c "echo \\$\\$ > shell; /bin/sh -c \'echo \\$\\$ > hidden; /bin/sleep 1000; true\'; true"')
-        self.pid_in('hidden')
-        self.launcher.close()
-        self.launcher = first
-        self.assertGone('shell', 'hidden')
-
-    def test_guardians_that_were_killed_are_replaced_at_once_and_know_all_that_runs(self):
-        job = self.start('echo $$ > a; exec sleep 1000')
-        first = set(self.launcher.guardians)
-        self.assertEqual(torc.NUM_GUARDIANS, len(first))
-        for pid in first:
-            os.kill(pid, signal.SIGKILL)
-        self.world.wait(lambda: self.look() and not first & self.launcher.guardians, 0.5, 'other guardians')
-        self.assertEqual(torc.NUM_GUARDIANS, len(self.launcher.guardians))
-        self.assertTrue(all(map(torc.read_process_start_ticks, self.launcher.guardians)))
-        os.close(self.launcher.pipe[1])     # as if the runner had died
-        self.launcher.pipe = self.launcher.pipe[0], os.open(os.devnull, os.O_WRONLY)
-        self.assertEqual(137, self.end_of(job).return_code)
-
-    @slow
-    def test_a_node_on_which_guardians_cannot_live_is_not_kept_busy(self):
-        killed = set()
-
-        def kill() -> bool:
-            for pid in self.launcher.guardians - killed:
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-            return self.look() and not self.launcher.guardians
-        began = time.monotonic()
-        self.world.wait(kill, 20, 'the end of patience')
-        most = torc.REPLACED_AT_ONCE + 1 + (time.monotonic() - began) / torc.REPLACE_PAUSE_S
-        self.assertLessEqual(len(killed), most)
-        self.assertEqual(self.launcher.due(), self.launcher.replace_at)
-        self.world.wait(lambda: self.look() and self.launcher.guardians, 5, 'another one')
-
-    def test_a_guardian_has_another_name_session_and_no_descriptor_of_ours(self):
-        ours = read_text('/proc/self/cmdline')
-        words = f'job-guardian of {os.getpid()}'
-        words = words if len(words) < len(ours) else 'job-guardian'     # python3 test_torc.py has room for a short pid
-        for pid in self.launcher.guardians:
-            self.world.wait(lambda: read_text(f'/proc/{pid}/cmdline').rstrip('\0') == words, 5, 'its name')
-            self.assertEqual('job-guardian\n', read_text(f'/proc/{pid}/comm'))
-            self.assertEqual(pid, torc.read_proc_row(pid).session)
-            folder = f'/proc/{pid}/fd/'
-            self.assertEqual({'/dev/null', os.readlink(f'/proc/self/fd/{self.launcher.pipe[0]}')},
-                             {os.readlink(folder + number) for number in os.listdir(folder)})
-        self.assertEqual(ours, read_text('/proc/self/cmdline'))
-
-    def test_half_a_pid_is_never_shown_as_a_name(self):
-        program = ("import os, sys; sys.path.insert(0, os.environ['PLACE']); import torc; torc.rename_process(os.environ['NAME'])\n"
-                   "print(open('/proc/self/cmdline').read().rstrip('\\0'))")
-        for name, shown in (('job-guardian of 7', 'job-guardian of 7'), ('job-guardian of ' + '4' * 1000, 'job-guardian')):
-            done = subprocess.run([sys.executable, '-c', program], stdout=subprocess.PIPE, check=True, universal_newlines=True,
-                                  env=dict(os.environ, PLACE=HERE, NAME=name))
-            self.assertEqual(shown, done.stdout.rstrip('\n'))
-
-    def test_a_guardian_that_is_stopped_is_not_waited_for(self):
-        for pid in self.launcher.guardians:
-            os.kill(pid, signal.SIGSTOP)
-        guardians = set(self.launcher.guardians)
-        self.launcher.close()       # they would never end by themselves
-        self.addCleanup(self.revive)
-        self.assertFalse(any(map(torc.read_process_start_ticks, guardians)))
-
     def test_a_command_gets_its_environment_and_its_exit_code_is_told(self):
         process = self.start('echo "$GREETING"; echo oops >&2; exit 7', GREETING="it's $HOME")
         end = self.end_of(process)
@@ -12405,88 +12346,6 @@ class LauncherTest(WorldTest):
         self.assertIn('/dev/null', self.world.read('fds'))
         self.assertNotIn('pipe:', self.world.read('fds'))
 
-    LONG = '# ' + 'x' * 300000 + '\n'
-    SHELLS = ('bash', 'dash')
-
-    def test_a_zombie_that_nobody_reaps_holds_up_no_clean_up(self):
-        launched = self.start('sleep 1000')
-        mark = launched.mark
-        self.addCleanup(self.launcher.act, 0.0)
-        os.kill(launched.pid, signal.SIGKILL)
-        self.world.wait(lambda: ') Z ' in read_text(f'/proc/{launched.pid}/stat'), 5, 'a zombie')
-        began = time.monotonic()
-        torc.kill_family({}, [mark], began + 8, [os.getpid()])
-        self.assertLess(time.monotonic() - began, 4)
-
-    def test_an_output_that_cannot_be_passed_on_is_an_error(self):
-        beyond = resource.getrlimit(resource.RLIMIT_NOFILE)[0] + 1
-        with self.assertRaises(OSError) as caught:
-            self.launcher.spawn([b'/bin/true'], [], [beyond, 2])
-        self.assertEqual(errno.EBADF, caught.exception.errno)
-
-    def test_a_command_longer_than_an_argument_may_be_runs_as_a_short_one_does(self):
-        commands = (
-            'echo "$0 [$BASH_SOURCE] $# $- $TORC_COMMAND"; cat; readlink /proc/self/fd/0; exit 3',
-            'set -e; false; echo not reached', 'echo before; ((', 'trap "echo bye" EXIT; kill -9 $$',
-            'sh -c "kill -9 \\$\\$"; exit', 'f() { return 7; }; f', 'no-such-command-here',
-            "cat <<'X'\n$0 \u00e9 \1\x7f \\\nX\n(exit 5)\n\n", 'ls /proc/self/fd')
-        for shell in filter(None, map(shutil.which, self.SHELLS)):
-            for spawner in (self.launcher.spawn, torc.PopenSpawner()):
-                for number, command in enumerate(commands):
-                    patched = unittest.mock.patch.object(self.launcher, 'spawn', spawner)
-                    self.shell.path = shell
-                    with self.subTest(shell=shell, command=command), patched:
-                        short, long = (self.said(text + command, f'{number}-{len(text)}')
-                                       for text in ('# x\n', self.LONG))
-                        self.assertEqual(short, long)
-                        self.assertTrue(short[0] or short[1])
-
-    def said(self, command: str, name: str) -> Tuple[int, str, str]:
-        """Return code and output of a command, without what only names the way by which the shell got it."""
-        end = self.end_of(self.start(command, name))
-        errors = re.sub(r'-c: |eval: | *\d+ Killed *', '', self.world.read('err'))
-        return end.return_code, self.world.read('out'), errors
-
-    def test_a_command_of_several_megabytes_runs_and_none_is_ever_a_file_with_a_name(self):
-        before = set(os.listdir(self.world.directory))
-        temporary = self.world.path('temporary')
-        os.mkdir(temporary)
-        with unittest.mock.patch.object(tempfile, 'tempdir', temporary):
-            process = self.start(self.LONG * 20 + 'ls -A temporary; echo ran; exit 3')
-            self.assertEqual([], os.listdir(temporary))
-            self.assertEqual(3, self.end_of(process).return_code)
-        self.assertEqual('ran\n', self.world.read('out'))
-        self.assertEqual({'out', 'err', 'temporary'}, set(os.listdir(self.world.directory)) - before)
-
-    def test_what_the_shell_runs_first_takes_nothing_of_a_long_command(self):
-        startup = self.world.write('startup', 'cat; exec 8<&0; PATH=/nowhere; set +x\n')
-        for text in ('# x\n', self.LONG):
-            end = self.end_of(self.start(text + 'echo "ran $PATH"', f'{len(text)}-1', BASH_ENV=startup))
-            self.assertEqual((0, 'ran /nowhere\n'), (end.return_code, self.world.read('out')))
-
-    def test_of_a_command_that_cannot_be_read_to_its_end_nothing_runs(self):
-        read = torc.READ_COMMAND.replace(b'command -p cat <&9', b'{ head -c 100 <&9; kill -9 $BASHPID; }')
-        with unittest.mock.patch.object(torc, 'READ_COMMAND', read):
-            self.assertEqual(126, self.end_of(self.start('echo one\n' + self.LONG)).return_code)
-        self.assertEqual('', self.world.read('out'))
-
-    def test_no_room_for_a_long_command_is_the_nodes_fault(self):
-        for directory in (self.world.path('not there'), self.world.write('a file', '')):
-            with unittest.mock.patch.object(tempfile, 'tempdir', directory), self.assertRaises(OSError) as caught:
-                self.start(self.LONG)
-            self.assertIn(caught.exception.errno, torc.EXHAUSTION)
-            self.assertIn('no temporary file for a long command: ', str(caught.exception))
-
-    def test_who_took_over_a_pid_is_not_signalled(self):
-        with subprocess.Popen(['sleep', '60']) as other:
-            self.addCleanup(other.kill)
-            ticks = torc.read_process_start_ticks(other.pid)
-            torc.signal_process(other.pid, ticks - 1, signal.SIGKILL)
-            self.assertEqual(ticks, torc.read_process_start_ticks(other.pid))
-            self.assertIsNone(other.poll())
-            torc.signal_process(other.pid, ticks, signal.SIGKILL)
-            self.assertEqual(-signal.SIGKILL, other.wait(10))
-
     def test_what_cannot_be_said_to_the_system_is_an_error(self):
         for command, variables in (('echo \0', {}), ('true', {'A': 'b\0c'}), ('true', {'A=B': 'c'}), ('echo \ud800', {})):
             with self.subTest(command), self.assertRaises(ValueError):
@@ -12495,9 +12354,8 @@ class LauncherTest(WorldTest):
             self.start('true', A='x' * 200000)
 
     def test_without_posix_spawn_popen_does_the_same(self):
-        self.launcher.spawn.close()
-        self.launcher.spawn = torc.PopenSpawner()
-        self.assertEqual(5, self.end_of(self.start('echo $A $$; cut -d" " -f6 /proc/$$/stat; exit 5', A='yes')).return_code)
+        with unittest.mock.patch.object(os, 'posix_spawn', side_effect=NotImplementedError, create=True):
+            self.assertEqual(5, self.end_of(self.start('echo $A $$; cut -d" " -f6 /proc/$$/stat; exit 5', A='yes')).return_code)
         pid, session = self.world.read('out').split()[1:]
         self.assertEqual(pid, session)
 
@@ -12533,22 +12391,10 @@ class LauncherTest(WorldTest):
         self.world.wait(lambda: self.launcher.kill_due() or self.launcher.act(time.monotonic()) or replies, 10, 'a reply')
         self.assertEqual(([124], None), ([reply.code for reply in replies], job.end))
 
-    def test_background_children_of_a_job_do_not_outlive_it(self):
-        self.end_of(self.start('sleep 1000 & echo $! > a'))
-        self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
-
     def test_a_daemon_in_a_session_of_its_own_does_not_outlive_its_job(self):
         self.end_of(self.start("setsid sh -c 'echo $$ > a; sleep 1000 & echo $! > b; wait' & until test -s b; do sleep 0.01; done"))
         self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
         self.assertFalse(torc.read_process_start_ticks(self.pid_in('b')))
-
-    def test_what_ignores_sigterm_is_killed(self):
-        torc_term, torc.LEFTOVER_TERM_S = torc.LEFTOVER_TERM_S, 0.2
-        try:
-            self.end_of(self.start("setsid sh -c 'trap \"\" TERM; echo $$ > a; while :; do sleep 0.1; done' & until test -s a; do sleep 0.01; done"))
-        finally:
-            torc.LEFTOVER_TERM_S = torc_term
-        self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
 
     def test_the_end_of_one_job_leaves_the_daemons_of_another_alone(self):
         other = self.start("setsid sh -c 'echo $$ > a; exec sleep 1000' & sleep 1000", '2-1')
@@ -12605,78 +12451,30 @@ class LauncherTest(WorldTest):
         self.launcher.stop(process, signal.SIGTERM, 20)
         self.assertEqual(7, self.end_of(process).return_code)
 
-    def test_the_jobs_of_a_runner_in_a_job_are_stopped_by_that_runner(self):
-        inner = "trap 'echo got >> signals; exit 0' TERM; echo $$ > inner; while :; do sleep 0.02; done"
-        process = self.start(f'cd "$HERE"; exec {shlex.quote(sys.executable)} {shlex.quote(stub_path())} -s exec '
-                             f'-c {shlex.quote(inner)}')
-        self.pid_in('inner')
-        self.launcher.stop(process, signal.SIGTERM, 30)
-        self.assertEqual(130, self.end_of(process, 40).return_code, self.world.read('err'))
-        self.assertEqual('got\n', self.world.read('signals'))
-        with contextlib.closing(self.world.connect()) as client:
-            self.assertEqual(['completed'], [job['status'] for job in client.pages('list_jobs', workflow_id=1)])
-
-    # Ends its first thread, and goes on with another.
-    HEADLESS = shlex.quote(sys.executable) + """ -Sc '
-import ctypes, os, signal, threading, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.setsid()
-threading.Thread(target=time.sleep, args=(1000,)).start()
-print(os.getpid(), file=open("headless", "w"))
-ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)' & """
-
-    def test_a_process_whose_first_thread_has_ended_does_not_outlive_its_job(self):
-        with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
-            job = self.start('cd "$HERE"; ' + self.HEADLESS + 'until grep -q ") Z " /proc/$(cat headless)/stat; do sleep 0.02; done')
-            pid = self.pid_in('headless')
-            self.end_of(job)
-        self.assertFalse(os.path.exists(f'/proc/{pid}'))
-
-    # At each moment one process lives, in a session of its own, and not for long.
-    CHAIN = shlex.quote(sys.executable) + """ -Sc '
-import os, signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-end = time.monotonic() + 60
-while time.monotonic() < end:
-    os.setsid() if os.getsid(0) != os.getpid() else os.fork() and os._exit(0)
-open("survived", "w")' & """
-
-    def test_a_chain_of_short_lives_is_ended(self):
-        with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
-            for number in range(2):
-                job = self.start('cd "$HERE"; ' + self.CHAIN + 'sleep 0.3', f'{number}-1')
-                self.end_of(job)
-                seen = [torc.read_mark_number(pid) for _ in range(200) for pid in torc.read_proc_children(os.getpid())]
-                self.assertNotIn(job.mark.number, seen)
-
-    # Forks wherever there is room, ignores SIGTERM, and leaves its session: up to a limit, as root knows none.
-    BOMB = shlex.quote(sys.executable) + """ -Sc '
-import os, resource, signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-os.setgid(47012) if os.getuid() == 0 else 0
-os.setuid(47012) if os.getuid() == 0 else 0
-resource.setrlimit(resource.RLIMIT_NPROC, (60, 60))
-while True:
-    try:
-        if os.fork() == 0:
-            os.setsid()
-    except OSError:
-        open("full", "a").close()
-        time.sleep(0.01)' & """
-
-    def test_a_fork_bomb_under_a_limit_ends_with_its_job(self):
-        need('root', os.getuid() == 0, 'becomes another user')
+    def test_nothing_that_a_job_leaves_behind_outlives_it_whatever_it_does(self):
         os.chmod(self.world.root, 0o755)
         os.chmod(self.world.directory, 0o777)
-        with unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
-            self.end_of(self.start('cd "$HERE"; ' + self.BOMB + 'until test -e full; do sleep 0.02; done; sleep 0.2'))
-        self.assertEqual([], [pid for pid, words in processes_with(self.world.mark).items() if 'NPROC' in words])
+        for number, (kind, command) in enumerate(NASTY.items()):
+            with self.subTest(kind), unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
+                need('root', kind != 'a fork bomb' or os.getuid() == 0, 'becomes another user')
+                job = self.start(f'cd "$HERE"; {command} sleep 0.3'.replace('NASTY', self.world.mark), f'{number}-1')
+                self.end_of(job)
+                self.assertEqual({}, living(self.world.mark))
+                self.assertEqual([], torc.read_children(os.getpid()))
 
-    # -------- pids that are used again --------
-
-    def test_who_took_over_the_pid_and_session_of_an_ended_job_is_not_taken_for_its_leftover(self):
-        self.assertEqual('1 of 1 pids were taken over, none of them signalled', reuse_pids(self.world, 1, 5))
+    def test_what_hides_its_origin_ends_with_the_last_job_that_ran_when_it_appeared(self):
+        hidden = '(env -i setsid /bin/sh -c "echo \\$\\$ > {0}; exec /bin/sleep 1000" &) ; until test -s {0}; do sleep 0.01; done; '
+        other = self.start('exec sleep 1000', '2-1')
+        job = self.start('cd "$HERE"; ' + hidden.format('first'), '1-1')
+        self.world.wait(lambda: ') Z ' in read_text(f'/proc/{job.pid}/stat'), 10, 'its end')    # who looks earlier knows whose it is
+        self.end_of(job)
+        later = self.start('exec sleep 1000', '3-1')
+        pid = self.pid_in('first')
+        self.assertTrue(torc.read_process_start_ticks(pid))
+        self.launcher.stop(other, signal.SIGKILL, 0)
+        self.end_of(other)
+        self.assertFalse(torc.read_process_start_ticks(pid))
+        self.assertIsNone(later.end)
 
     # -------- what SIGKILL does not end --------
 
@@ -12687,11 +12485,10 @@ while True:
             wake = freeze(self, job.pid)
             self.launcher.stop(job, signal.SIGKILL, 0)
             self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
-            self.assertRegex(self.launcher.unkillable[job], rf'^process {job.pid} is in uninterruptible sleep( \(\w+\))?$')
-            self.assertEqual((None, [job], math.inf), (job.end, list(self.launcher.children), job.give_up_at))
+            self.assertEqual((None, [job], 'killed'), (job.end, list(self.launcher.children), job.state))
             wake()
             self.world.wait(lambda: self.turn() and not self.launcher.children, 10, 'its end')
-        self.assertEqual((137, {}, ''), (job.end.return_code, self.launcher.unkillable, job.remark))
+        self.assertEqual((137, []), (job.end.return_code, self.launcher.unkillable))
 
     def turn(self) -> bool:
         """One turn of a loop, with the calls of what has ended."""
@@ -12702,16 +12499,13 @@ while True:
     def test_a_leftover_that_sigkill_does_not_end_is_held_too_until_the_launcher_gives_up(self):
         job = self.start('setsid sh -c "echo \\$\\$ > a; exec sleep 1000" & until test -s a; do sleep 0.01; done; until test -e go; do sleep 0.01; done')
         pid = self.pid_in('a')
-        with unittest.mock.patch.multiple(torc, UNKILLABLE_S=0.2, LEFTOVER_TERM_S=0.1, UNKILLABLE_SWEEP_S=60.0):
+        with unittest.mock.patch.multiple(torc, UNKILLABLE_S=0.2, LEFTOVER_TERM_S=0.1):
             wake = freeze(self, pid)
             self.world.write('go', '')
             self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
             self.assertEqual((0, [job]), (job.end.return_code, list(self.launcher.children)))
-            self.assertGreater(self.launcher.next_sweep, time.monotonic() + torc.UNKILLABLE_SWEEP_S / 2)
             self.launcher.give_up_unkillable()
-            self.launcher.next_sweep = 0.0
             self.world.wait(lambda: self.turn() and not self.launcher.children, 10, 'its end')
-            self.assertIn(f'SIGKILL did not end it: process {pid} is in uninterruptible sleep', job.remark)
             wake()
         self.assertGone('a')
 
@@ -12735,286 +12529,166 @@ while True:
         self.assertGreater(end.cpu_s, 0)
 
 
-def guardians_of(runner: int) -> List[int]:
-    """Children of a runner that run its own program: no jobs."""
-    def program(pid: int) -> str:
-        with contextlib.suppress(OSError):
-            return os.readlink(f'/proc/{pid}/exe')
-        return ''
-    with contextlib.closing(torc.ProcChildren(runner)) as children:
-        return [pid for pid in children.read() if program(pid) == program(runner)]
+def runner_of(keeper: int) -> int:
+    """The runner below a keeper, once it is there; 0 before."""
+    return next((pid for pid in torc.read_children(keeper) if torc.session_of(pid) == pid), 0)
 
 
-class GuardianTest(WorldTest):
-    """What happens when a runner dies without a word."""
+WAYS = ('its job ends', 'its job is stopped', 'the runner is killed', 'the keeper is killed', 'their group is killed', 'the terminal goes away')
 
-    def fork_runner(self, command: str, uid: int = 0) -> int:
-        """A process that owns a launcher and starts a command; its pid."""
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setsid()
-                os.chdir(self.world.directory)
-                os.environ[MARK] = self.world.mark
-                if uid:
-                    os.setgid(uid)
-                    os.setuid(uid)
-                launcher = torc.Launcher()
-                null = os.open(os.devnull, os.O_WRONLY)
-                torc.Shell(launcher).start(command, {}, (null, null), '1-1')
-                while True:
-                    launcher.poll()
-                    select.select([], [], [], 0.01)
-            finally:
-                os._exit(1)
-        self.addCleanup(self.end_runner, pid)
-        return pid
 
-    def end_runner(self, pid: int) -> None:
-        """Kill a runner, and wait for its guardians: they would end what the next test leaves, too."""
-        guardians = guardians_of(pid)
-        self.kill(pid)
-        self.assertGone(*guardians)
+def leave_nothing(world: World, way: str, number: int) -> float:
+    """A run whose jobs leave all of NASTY behind ends in one of WAYS; after how long nothing of that lived."""
+    word, folders = f'{world.mark}-{number}', []     # type: str, List[str]
+    os.chmod(world.root, 0o755)
+    kinds = [kind for kind in NASTY if kind != 'a fork bomb' or os.getuid() == 0]
+    for kind in kinds:
+        folders.append(world.path(f'{number} {way} {kind}'))
+        os.mkdir(folders[-1])
+        os.chmod(folders[-1], 0o777)
+    rest = 'sleep 0.1' if way == WAYS[0] else 'exec sleep 1000'
+    jobs = [{'name': kind, 'command': f'cd {shlex.quote(folder)}; {NASTY[kind]} touch ready; {rest}'.replace('NASTY', word)}
+            for kind, folder in zip(kinds, folders)]
+    spec = world.write(f'{number} {way}.json', json.dumps({'name': 'w', 'jobs': jobs, 'execution_config': {'sigterm_lead_seconds': 1}}))
+    argv = world.command(['run', spec, '-q', '--max-parallel-jobs', 64, '-o', f'out {number} {way}', '--db', f'{number} {way}.db'])
+    master, slave = os.openpty()
+    process = subprocess.Popen(['setsid', '-c', *argv], cwd=world.directory, env=world.environment, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    try:
+        world.wait(lambda: all(os.path.exists(f'{folder}/ready') for folder in folders), 60, 'all jobs',
+                   state=lambda: os.read(master, 65536).decode())
+        if way in WAYS[1:5]:
+            runner = runner_of(process.pid)
+            for pid, signalled in ((process.pid, way != WAYS[2]), (runner, way in (WAYS[2],))):
+                if signalled:
+                    (os.killpg if way == WAYS[4] else os.kill)(pid, signal.SIGTERM if way == WAYS[1] else signal.SIGKILL)
+        elif way == WAYS[0]:
+            process.wait(60)
+        else:
+            os.close(master)
+        began = time.monotonic()
+        world.wait(lambda: not living(word), 5, f'the end of all, since {way}', state=lambda: living(word))
+        return time.monotonic() - began
+    finally:
+        process.wait(60)
+        if way != WAYS[5]:
+            os.close(master)
 
-    @staticmethod
-    def kill(*pids: int) -> None:
-        """kill -9, and reap what is ours."""
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pids[-1], 0)
 
-    def pids_in(self, *names: str) -> List[int]:
-        """Pids that a command has written to files."""
-        return [int(self.world.wait(lambda: self.world.read(name).strip(), 10, name)) for name in names]
+def leave_all_nothing(world: World, rounds: int, seed: int = 0) -> str:
+    """So often in each way: counts, and the longest time."""
+    found = {way: [leave_nothing(world, way, number) for number in range(rounds)] for way in WAYS}
+    return '; '.join(f'{way}: nothing lived in {len(times)} of {len(times)}, after {max(times):.1f} s at most' for way, times in found.items())
 
-    def assertGone(self, *pids: int) -> None:
-        """These processes end soon."""
-        for pid in pids:
-            self.world.wait(lambda: not torc.read_process_start_ticks(pid), 10, f'the end of {pid}')
 
-    def run_and_die(self, command: str, *names: str) -> None:
-        """A runner is killed when its command has written its pids."""
-        runner = self.fork_runner(command)
-        pids = self.pids_in(*names)
-        self.end_runner(runner)
-        self.assertGone(*pids)
+@slow
+class KeeperTest(WorldTest):
+    """A run as a shell, a terminal and Slurm meet it: a process that the user starts, and the runner below it."""
 
-    def left_behind(self, command: str, *names: str, uid: int = 0) -> List[int]:
-        """Pids of what is left when a runner was killed together with all that guards it."""
-        runner = self.fork_runner(command, uid)
-        pids = self.pids_in(*names)
-        os.kill(runner, signal.SIGSTOP)     # so that it replaces no guardian meanwhile
-        self.kill(*guardians_of(runner), runner)
-        self.addCleanup(self.kill, *pids)
-        self.assertTrue(all(map(torc.read_process_start_ticks, pids)))
-        return pids
+    def setUp(self) -> None:
+        super().setUp()
+        self.job('trap "echo saved >> saved; exit 0" TERM; echo $$ >> begun; until test -e go; do sleep 0.02; done; exit 3')
 
-    @slow
-    def test_what_a_runner_in_a_job_leaves_ends_with_the_outer_one_also_without_guardians_of_its_own(self):
-        inner = ('setsid /bin/sh -c "(env -i '
-                 'setsid /bin/sh -c \'echo \\$\\$ > hidden; exec sleep 1000\' &)"; '
-                 'echo $$ > plain; exec sleep 1000')
-        runner = self.fork_runner(f'exec {shlex.quote(sys.executable)} {shlex.quote(stub_path())} -s exec '
-                                  f'-c {shlex.quote(inner)}')
-        pids = self.pids_in('hidden', 'plain')
-        self.addCleanup(self.kill, *pids)
-        nested, = [pid for pid, words in processes_with(self.world.mark).items()
-                   if 'stub.py -s exec' in words and guardians_of(pid)]
-        for pid in [*guardians_of(nested), runner]:     # so that neither can act before the outer guardians
-            os.kill(pid, signal.SIGSTOP)
-        os.kill(nested, signal.SIGKILL)
-        self.end_runner(runner)
-        self.assertGone(*pids)
+    def job(self, command: str) -> None:
+        """The command of the only job of the workflow file."""
+        self.spec = self.world.write('w.json', json.dumps({'name': 'w', 'jobs': [{'name': 'j', 'command': f'cd {shlex.quote(self.world.directory)}; {command}'}]}))
 
-    def test_the_next_runner_ends_what_an_earlier_one_left_and_nothing_of_a_live_one(self):
-        runner = self.fork_runner('echo $$ > live; exec sleep 1000')
-        live, = self.pids_in('live')
-        pids = self.left_behind(
-            'echo $$ > a; env -i setsid /bin/sh -c '
-            '"(setsid /bin/sh -c \'echo \\$\\$ > b; exec sleep 1000\' &)"; sleep 1000', 'a', 'b')
-        self.assertGreaterEqual(torc.end_leftovers(), 2)
-        self.assertGone(*pids)
-        self.assertTrue(torc.read_process_start_ticks(live) and torc.read_process_start_ticks(runner))
-        self.assertEqual({}, torc.find_leftovers())
+    def write_run(self) -> None:
+        """The run as a program ./run."""
+        words = ' '.join(shlex.quote(word.decode()) for word in self.world.command(['-s', 'run', self.spec]))
+        os.chmod(self.world.write('run', f'#!/bin/sh\nexec {words}\n'), 0o755)
 
-    @slow
-    def test_run_serve_and_jobs_list_end_what_an_earlier_runner_left_and_say_so(self):
-        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
-        commands = ('run w.yaml', 'jobs list 1', '-f json jobs list 1', 'serve --port 0')
-        said = 'Ended 1 process of jobs whose runner was killed on this host\n'
-        for number, words in enumerate(map(str.split, commands)):
-            with self.subTest(words):
-                pids = self.left_behind(f'echo $$ > a{number}; exec sleep 1000', f'a{number}')
-                process = self.world.start(*words)
-                self.world.wait(lambda: said in process.err, 20, 'the message')
-                self.assertGone(*pids)
-                if words[0] != 'serve':
-                    self.assertExit(0, process.finish())
+    # Scripts in which the job has begun after BEGUN; what the shell says at last, and what the job has saved.
+    SCRIPTS = (
+        ('./run & BEGUN; kill -TERM $!; wait $!; echo $?',                                      '130', 'saved\n'),
+        ('(BEGUN; kill -INT $(cat pid); sleep 0.1; kill -INT $(cat pid)) & sh -c "echo \\$\\$ > pid; exec ./run"; echo $?', '130', 'saved\n'),
+        ('(BEGUN; kill -QUIT $(cat pid)) & sh -c "echo \\$\\$ > pid; exec ./run"; echo $?',     '131', ''),
+        ('(BEGUN; sleep 0.5; touch go) & timeout 20 sh -c "./run; echo \\$?"',                   '1', ''),
+        ('timeout 12 ./run; echo $?',                                                            '124', 'saved\n'),
+        ('timeout -s KILL 12 ./run; echo $?',                                                    '137', ''),
+        ('./run & BEGUN; kill -KILL $(cat /proc/$!/task/$!/children); wait $!; echo $?',        '137', ''),
+        ('nohup ./run & BEGUN; kill -HUP $!; sleep 0.3; kill -0 $! && kill -TERM $!; wait $!; echo $?', '130', 'saved\n'),
+        ('(sleep 1000 & echo $! > mine; exec ./run) & BEGUN; kill -TERM $!; wait $!; echo $?; kill $(cat mine) || echo gone', '130', 'saved\n'),
+    )
 
-    def test_what_does_not_bear_the_mark_of_a_dead_runner_of_this_user_is_let_alone(self):
-        dead = subprocess.Popen(['true'])
-        dead.wait()
-        ticks = torc.read_process_start_ticks(os.getpid())
-        own = torc.runner_mark(os.getpid(), ticks).number
-        gone = torc.runner_mark(dead.pid, 7).number
-        numbers = [(own, False), (torc.runner_mark(os.getpid(), ticks + 1).number, True), (gone, True),
-                   (gone ^ 1 << torc.TICKS_BITS + torc.PID_BITS, False)]     # another realm
-        for number, is_left in numbers:
-            torc.set_mark_number(number << torc.SERIAL_BITS | 5)
-            self.addCleanup(torc.set_mark_number, -1)
-            processes = [subprocess.Popen(['sleep', '1000'])]
-            if os.getuid() == 0:    # another user's with the same mark
-                processes.append(subprocess.Popen(['sleep', '1000'], preexec_fn=lambda: os.setuid(65534)))
-            torc.set_mark_number(-1)
-            try:
-                self.assertEqual([processes[0].pid] * is_left, list(torc.find_leftovers()))
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
-        self.assertFalse(torc.is_runner_dead(own))
-        zombie = subprocess.Popen(['true'])
-        self.addCleanup(zombie.wait)
-        self.world.wait(lambda: ') Z ' in read_text(f'/proc/{zombie.pid}/stat'), 10, 'a zombie')
-        self.assertTrue(torc.is_runner_dead(torc.runner_mark(zombie.pid, 0).number))
+    def test_a_shell_meets_it_as_any_program(self):
+        self.write_run()
+        for script, code, saved in self.SCRIPTS:
+            with self.subTest(script):
+                for name in ('begun', 'saved', 'mine', 'pid', 'go'):
+                    with contextlib.suppress(OSError):
+                        os.unlink(self.world.path(name))
+                text = script.replace('BEGUN', 'until test -s begun; do sleep 0.02; done')
+                done = subprocess.run(['bash', '-c', text], cwd=self.world.directory, env=self.world.environment, stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, timeout=60)
+                self.assertEqual((code, saved), (done.stdout.split('\n')[-2], self.world.read('saved')), done.stderr)
+                pid = int(self.world.read('begun').split()[-1])
+                self.world.wait(lambda: not torc.read_process_start_ticks(pid), 5, 'the end of the job')
 
-    def test_another_users_runner_that_proc_hides_counts_as_alive(self):
-        need('root', os.getuid() == 0, 'becomes another user')
-        seen = os.fork()
-        if seen == 0:
-            try:
-                os.setuid(65534)
-                torc.read_process_start_ticks = lambda pid: 0
-                os._exit(not torc.is_runner_dead(torc.runner_mark(1, 0).number))
-            finally:
-                os._exit(99)
-        self.assertEqual(1, os.WEXITSTATUS(os.waitpid(seen, 0)[1]))
+    def test_a_terminal_stops_it_lets_it_go_on_and_interrupts_it(self):
+        self.write_run()
+        master, slave = os.openpty()
+        shell = subprocess.Popen(['setsid', '-c', 'bash', '--norc', '--noediting', '-i'], cwd=self.world.directory, stdin=slave, stdout=slave, stderr=slave,
+                                 env=dict(self.world.environment, PS1='> '))
+        os.close(slave)
+        said = bytearray()
 
-    # Sheds all marks: limit, environment, session and parent.
-    SHED = shlex.quote(sys.executable) + """ -Sc '
-import os, resource
-resource.setrlimit(resource.RLIMIT_RTTIME, (-1, resource.getrlimit(resource.RLIMIT_RTTIME)[1]))
-os.environ.clear()
-os.fork() and os._exit(0)
-os.setsid()
-os.fork() and os._exit(0)
-print(os.getpid(), file=open("shed", "w"))
-os.execv("/bin/sleep", ["sleep", "1000"])'; """
+        def has_said(words: bytes) -> bool:
+            with contextlib.suppress(OSError):      # the shell has ended
+                while select.select([master], [], [], 0)[0]:
+                    said.extend(os.read(master, 4096))
+            return words in said
 
-    @contextlib.contextmanager
-    def control_group(self) -> Iterator[str]:
-        """Its directory: a control group that this process is in, as if it had been delegated to it."""
-        with open('/proc/self/mountinfo') as file:
-            mount = next((line.split()[4] for line in file if ' - cgroup2 ' in line), '')
-        with open('/proc/self/cgroup') as file:
-            lines = file.read().splitlines()
-        before = mount + next((line[3:] for line in lines if line.startswith('0::')), '')
-        group = os.path.join(before, f'torc-test-{self.world.mark}')
+        def state(pid: int) -> bytes:
+            return torc.read_proc_stat(pid)[0]
         try:
-            os.mkdir(group if mount else '')
-        except OSError:
-            need('cgroup', False, 'makes a control group of version 2')
-        try:
-            torc.join_control_group(group)
-            need('cgroup', torc.own_control_group() == group, 'moves to a control group of version 2')
-            yield group
+            os.write(master, b'./run\n')
+            self.world.wait(lambda: has_said(b'') and self.world.read('begun'), 20, 'the job')
+            keeper = self.world.wait(lambda: [pid for pid in torc.read_children(shell.pid) if torc.is_keeper(pid)], 5, 'the keeper')[0]
+            runner = runner_of(keeper)
+            os.write(master, b'\x1a')       # Ctrl-Z
+            self.world.wait(lambda: has_said(b'Stopped'), 10, 'the word of the shell', state=lambda: said)
+            self.world.wait(lambda: state(keeper) == b'T' == state(runner), 5, 'the stop of both')
+            os.write(master, b'fg\n')
+            self.world.wait(lambda: has_said(b'./run') and state(keeper) != b'T' != state(runner), 10, 'the foreground')
+            os.write(master, b'\x03')       # Ctrl-C
+            self.world.wait(lambda: has_said(b'') and not os.path.exists(f'/proc/{keeper}'), 20, 'the end', state=lambda: said)
+            self.assertEqual('saved\n', self.world.read('saved'), said.decode())
+            os.write(master, b'echo code is $?\nexit\n')
+            self.world.wait(lambda: has_said(b'code is 130'), 10, 'the code', state=lambda: said)
         finally:
-            torc.join_control_group(before)
-            torc.kill_control_group(group)
-            self.assertFalse(os.path.exists(group))
+            shell.kill()
+            shell.wait()
+            os.close(master)
 
-    def test_what_has_shed_all_marks_ends_with_the_control_group_of_its_runner(self):
-        with self.control_group() as group:
-            runner = self.fork_runner(self.SHED + 'echo $$ > a; exec sleep 1000')
-            pids = self.pids_in('shed', 'a')
-            own, = (path for path in glob.glob(group + '/*') if os.path.isdir(path))
-            guardians = set(guardians_of(runner)) - set(pids)   # what has shed its marks was this program, too
+    def test_a_run_that_is_stopped_dies_with_its_keeper(self):
+        run = self.world.start('-s', 'run', self.spec)
+        pid = int(self.world.wait(lambda: self.world.read('begun').strip(), 20, 'the job', [run]))
+        runner = runner_of(run.pid)
+        os.kill(runner, signal.SIGSTOP)
+        self.world.wait(lambda: torc.read_proc_stat(runner)[0] == b'T', 10, 'the stop')
+        run.kill()
+        for one in (pid, runner):
+            self.world.wait(lambda: not torc.read_process_start_ticks(one), 10, 'its end')
 
-            def members() -> Set[int]:
-                return set(map(int, read_text(own + '/cgroup.procs').split()))
-            self.world.wait(lambda: not members() & guardians, 5, 'the guardians to leave')
-            self.assertLessEqual({*pids, runner}, members())
-            self.end_runner(runner)
-            self.assertGone(*pids)
-            self.world.wait(lambda: not os.path.exists(own), 5, 'the end of the control group')
+    def test_a_server_that_was_killed_is_started_above_the_keeper_and_ends_by_itself(self):
+        self.job("""P() { grep -o '"pid":[0-9]*' torc_output/torc.db.connection | cut -d: -f2; }
+                 first=$(P); kill -9 $first; until other=$(P) && test $other != $first; do sleep 0.05; done; echo $other > other; exit 3""")
+        run = self.world.start('run', self.spec)
+        self.assertExit(1, run.finish(), '1 failed')
+        self.world.wait(lambda: not torc.read_process_start_ticks(int(self.world.read('other'))), 20, 'the end of the server')
+        self.assertIn('no longer serving', self.world.read('torc_output/torc.db.log'))
 
-    def test_a_control_group_is_ended_by_kernels_that_cannot_kill_one_at_once(self):
-        def open_but_kill(path: str, *mode: str) -> Any:
-            if path.endswith('cgroup.kill'):    # Linux 5.14
-                raise FileNotFoundError
-            return open(path, *mode)
-        with self.control_group() as group:
-            os.makedirs(group + '/one/two')
-            processes = [subprocess.Popen(['sleep', '1000']) for _ in range(2)]
-            for process, name in zip(processes, ('/one', '/one/two')):
-                torc.join_control_group(group + name, process.pid)
-            with unittest.mock.patch.object(torc, 'open', open_but_kill, create=True):
-                torc.kill_control_group(group + '/one')
-            self.assertFalse(os.path.exists(group + '/one'))
-            self.assertEqual([-9, -9], [process.wait(5) for process in processes])
-
-    def test_the_next_runner_ends_the_control_group_that_an_earlier_one_left(self):
-        with self.control_group() as group:
-            live = self.fork_runner('echo $$ > live; exec sleep 1000')
-            job, = self.pids_in('live')
-            pids = self.left_behind(self.SHED + 'echo $$ > a; exec sleep 1000', 'shed', 'a')
-            torc.end_leftovers()
-            self.assertGone(*pids)
-            self.assertTrue(torc.read_process_start_ticks(live) and torc.read_process_start_ticks(job))
-            self.assertEqual(1, len([path for path in glob.glob(group + '/*') if os.path.isdir(path)]))
-
-    def test_a_run_in_a_delegated_control_group_leaves_its_server_alone_and_no_group(self):
-        with self.control_group() as group:
-            command = json.dumps(self.SHED + 'until test -s shed; do sleep 0.01; done')
-            self.world.write('w.yaml', f'name: w\njobs: [{{name: a, command: {command}}}]\n')
-            self.assertExit(0, self.world.cli('run', 'w.yaml'))
-            self.assertGone(*self.pids_in('shed'))
-            self.assertEqual([], [path for path in glob.glob(group + '/*') if os.path.isdir(path)])
-            self.assertExit(0, self.world.cli('jobs', 'list', 1))
-
-    @slow
-    def test_a_set_user_id_program_does_not_outlive_its_runner(self):
-        need('root', os.getuid() == 0, 'becomes another user')
-        os.chmod(self.world.root, 0o755)
-        os.chmod(self.world.directory, 0o777)
-        program = shutil.copy(shutil.which('sleep'), self.world.path('sleep'))
-        os.chmod(program, 0o4755)
-        runner = self.fork_runner('echo $$ > a; exec ./sleep 1000', 65534)
-        pid, = self.pids_in('a')
-        self.world.wait(lambda: 'Uid:\t65534\t0' in read_text(f'/proc/{pid}/status'), 10, 'the program')
-        self.end_runner(runner)
-        self.assertGone(pid)
-
-    def test_a_killed_runner_leaves_no_job_behind(self):
-        self.run_and_die('echo $$ > a; sleep 1000 & echo $! > b; wait', 'a', 'b')
-
-    def test_a_killed_runner_leaves_no_chain_of_short_lives_behind(self):
-        for number in range(2):
-            runner = self.fork_runner(f'{LauncherTest.CHAIN} echo $$ > a{number}; exec sleep 1000')
-            with self.world.inside():
-                mark = torc.runner_mark(runner, torc.read_process_start_ticks(runner)).number
-            self.pids_in(f'a{number}')
-            self.world.wait(lambda: len({pid for _ in range(20) for pid in torc.read_proc_children(runner) if torc.read_mark_number(pid) > 0}) > 3, 10, 'the chain')
-            parents = torc.find_ancestors(runner)
-            self.kill(runner)
-            seen = time.monotonic()     # a link of it was
-
-            def is_over() -> bool:
-                nonlocal seen
-                for pid in itertools.chain(*map(torc.read_proc_children, parents)):
-                    if torc.read_mark_number(pid) >> torc.SERIAL_BITS == mark and torc.read_process_start_ticks(pid):
-                        seen = time.monotonic()
-                return time.monotonic() > seen + 0.2
-            self.world.wait(is_over, 5, 'the end of the chain')
-            self.assertEqual([], marked_processes(self.world, [mark]))
-
-    def test_a_killed_runner_leaves_no_daemon_behind(self):
-        self.run_and_die("echo $$ > a; setsid sh -c 'trap \"\" TERM HUP; (sleep 1000 & echo $! > c); echo $$ > b; sleep 1000' & wait", 'a', 'b', 'c')
-
-    def test_a_killed_runner_leaves_nothing_behind_that_has_hidden_its_origin(self):
-        self.run_and_die("echo $$ > a; (env -i setsid sh -c 'echo $$ > b; exec sleep 1000' &); sleep 1000", 'a', 'b')
+    def test_the_jobs_of_a_runner_in_a_job_are_stopped_by_that_runner(self):
+        self.job(f'exec {PYTHON} {shlex.quote(stub_path())} -s --db inner.db exec -o inner -c '
+                 + shlex.quote("trap 'echo got >> signals; exit 0' TERM; echo $$ > inner.pid; while :; do sleep 0.02; done"))
+        run = self.world.start('-s', 'run', self.spec)
+        self.world.wait(lambda: self.world.read('inner.pid'), 20, 'the inner job', [run])
+        run.send(signal.SIGTERM)
+        self.assertExit(130, run.finish())
+        self.assertEqual('got\n', self.world.read('signals'))
+        with contextlib.closing(self.world.connect(database=self.world.path('inner.db'))) as client:
+            self.assertEqual(['completed'], [job['status'] for job in client.pages('list_jobs', workflow_id=1)])
 
 
 class ErrandTest(unittest.TestCase):
@@ -14729,13 +14403,9 @@ class NodeSizeTest(WorldTest):
         """Ask programs, given as their shell commands."""
         for name, command in programs.items():
             os.chmod(self.world.write(f'bin/{name}', f'#!/bin/sh\n{command}\n'), 0o755)
-        with self.world.inside({'PATH': self.world.path('bin') + ':' + os.environ['PATH']}), contextlib.ExitStack() as stack:
-            wakeup = torc.Wakeup()
-            stack.callback(wakeup.close)
-            launcher = torc.Launcher(wakeup.wake)
-            stack.callback(launcher.close)
-            with unittest.mock.patch.object(torc, 'count_driver_gpus', lambda: 0):
-                return torc.ask_for_gpus(torc.RunnerOptions(**options), launcher, wakeup)
+        path = self.world.path('bin') + ':' + os.environ['PATH']
+        with self.world.inside({'PATH': path}), unittest.mock.patch.object(torc, 'count_driver_gpus', lambda: 0):
+            return torc.ask_for_gpus(torc.RunnerOptions(**options))
 
     def test_the_vendors_programs_are_asked_where_nothing_else_names_gpus(self):
         nvidia = 'test "$*" = -L && printf "GPU 0: NVIDIA A100 (UUID: GPU-1)\\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\\nGPU 1: NVIDIA A100 (UUID: GPU-2)\\n"'
@@ -15689,7 +15359,9 @@ class SlurmStarterTest(PartTest):
         attempt.step.watchdog, attempt.step.held_at, attempt.step.look_at = torc.WATCHDOGS[0], 0.0, 0.0
         self.turn()
         attempt.process.kill_at = 0.0
-        self.assertEqual((('failed', 4, '', False), ['77.5']), (self.judged(attempt), self.scancels()))
+        self.assertEqual(('failed', 4, '', False), self.judged(attempt))
+        self.wait_for(self.scancels, 'scancel')
+        self.assertEqual(['77.5'], self.scancels())
 
     # -------- the early signal --------
 
@@ -17379,11 +17051,11 @@ class RunnerTest(RunnerCase):
                 outcome = self.run_it(poll_interval_s=0.05, num_cpus=2, claim_backoff_max_s=0.05)
         self.assertEqual((2, 1), (outcome.completed, outcome.failed))
         self.assertEqual(3, len(steps))
-        self.assertRegex(self.progress.messages[0], r'^j1: 0.2 s after SIGKILL process \d+ is in uninterruptible sleep( \(\w+\))?; its slot '
-                         'stays taken, and no more jobs are started, until that has ended$')
+        self.assertEqual('j1: 0.2 s after SIGKILL something of it lives (uninterruptible sleep); its slot stays taken, and no more jobs are '
+                         'started, until that has ended', self.progress.messages[0])
         self.assertEqual('what SIGKILL did not end has ended: jobs are started again', self.progress.messages[1])
 
-    def test_a_runner_that_must_leave_gives_up_what_sigkill_does_not_end_and_says_so(self):
+    def test_a_runner_that_must_leave_gives_up_what_sigkill_does_not_end(self):
         self.create('echo $$ > pid; exec sleep 1000', execution_config={'mode': 'direct', 'sigterm_lead_seconds': 0})
 
         def act(number: int) -> None:
@@ -17396,7 +17068,6 @@ class RunnerTest(RunnerCase):
             outcome = self.run_it(poll_interval_s=0.05)
         self.assertEqual((1, [(1, 1, 137, 'terminated')]), (outcome.terminated, self.results()))
         self.assertLess(outcome.wall_s, 10)
-        self.assertRegex(self.progress.messages[-1], r'^j1: SIGKILL did not end it: process \d+ is in uninterruptible sleep')
         steps[0]()
         os.waitpid(int(self.world.read('pid')), 0)
 
@@ -17460,7 +17131,8 @@ class RunnerTest(RunnerCase):
             if os.path.exists(self.world.path('ready')) and not sent:
                 sent.extend(os.kill(os.getpid(), signal.SIGINT) or 1 for _ in range(2))
         self.client.after = interrupt
-        outcome = self.run_it(poll_interval_s=0.05)
+        with unittest.mock.patch.object(torc, 'PAIR_S', 0.0):   # else these were one, come by two ways
+            outcome = self.run_it(poll_interval_s=0.05)
         self.assertEqual([(1, 1, 137, 'terminated')], self.results())
         self.assertLess(outcome.wall_s, torc.EXECUTION_DEFAULTS['sigterm_lead_seconds'])    # as after one signal
 
@@ -26224,6 +25896,7 @@ class AwayTrial:
         """Stop processes for longer than any lease, and let them go on in any order; when that was."""
         server = json.loads(self.world.read('torc_output/torc.db.connection'))['pid'] if self.is_embedded else self.world.server.pid
         pids = [{'server': server, 'runner': self.runners[0].pid}[who] for who in self.stops]
+        pids += filter(None, map(runner_of, pids))      # below its keeper
         if self.has_second:
             self.runners.append(self.start(1, 'second'))
         for pid in pids:
@@ -26269,87 +25942,6 @@ def be_away(world: World, title: str, times: int, seed: int) -> str:
         with contextlib.closing(World()) as inner:
             sums.update(AwayTrial(inner, f'{seed} {title} {trial}', **AWAY[title]).carry_out())
     return f'{times} trials, ' + ', '.join(f'{count} {what}' for what, count in sums.items())
-
-
-# -------- runners that are killed with those that guard their jobs --------
-
-ORPHAN_SPEC = '''
-name: orphans
-jobs:
-  - {name: plain, command: "echo $$ > plain; exec sleep 1000"}
-  - {name: child, command: "sleep 1000 & echo $! > child; wait"}
-  - {name: daemon, command: "setsid sh -c 'echo $$ > daemon; sleep 1000; true' & wait"}
-  - name: hidden
-    command: |
-      until test -e go; do sleep 0.01; done
-      env -i setsid /bin/sh -c '(setsid /bin/sh -c "echo \\$\\$ > hidden; exec sleep 1000" &)'
-      sleep 1000
-'''
-ORPHANS = ('plain', 'child', 'daemon', 'hidden')
-KILLS = ('runner', 'together', 'by name', 'guardians first', 'all')     # with one guardian, or both
-
-
-def kill_runner(world: World, runner: Background, how: str, chance: random.Random) -> float:
-    """kill -9, as a user or a system might do it. How long the runner had no guardian, if they were first."""
-    guardians, gap_s = guardians_of(runner.pid), 0.0
-    assert guardians, str(runner)
-    named = [pid for pid, words in processes_with(world.mark).items() if 'stub.py run' in words]
-    pids = {'together': guardians[:1], 'all': guardians, 'by name': named}.get(how, []) + [runner.pid]
-    if how == 'guardians first':
-        for pid in guardians:
-            os.kill(pid, signal.SIGKILL)
-        began = time.monotonic()
-        world.wait(lambda: set(guardians_of(runner.pid)) - set(guardians), 5, 'another guardian', [runner])
-        gap_s = time.monotonic() - began
-    for pid in sorted(set(pids), key=lambda pid: chance.random()):
-        os.kill(pid, signal.SIGKILL)
-    runner.kill()
-    return gap_s
-
-
-def orphan_trial(world: World, number: int, how: str, chance: random.Random) -> Tuple[int, int, float]:
-    """Kill a runner with four jobs; how many processes the next command ends, how many live on; the gap."""
-    folder = f'{how} {number}'
-    spec = world.write(f'{folder}/spec.yaml', ORPHAN_SPEC)
-    runner = world.start('run', '--num-cpus', 4, spec, cwd=world.path(folder))
-    pids = {}   # type: Dict[str, int]
-    for name in ORPHANS:
-        if name == ORPHANS[-1]:     # later than the others: it must not be noticed for their sake
-            select.select([], [], [], chance.uniform(0.2, 1.2))
-            world.write(f'{folder}/go', '')
-        pids[name] = int(world.wait(lambda: world.read(f'{folder}/{name}').strip(), 20, name, [runner]))
-    select.select([], [], [], chance.uniform(0, 0.6))
-    ticks = {name: torc.read_process_start_ticks(pid) for name, pid in pids.items()}
-    assert all(ticks.values()), ticks
-    gap_s = kill_runner(world, runner, how, chance)
-
-    def living() -> Dict[str, int]:
-        return {name: pid for name, pid in pids.items() if torc.read_process_start_ticks(pid) == ticks[name]}
-    with contextlib.suppress(AssertionError):
-        world.wait(lambda: not living(), 3 if how != 'all' else 0, 'the end of all')
-    waiting = living()
-    if waiting and how == 'all':    # nobody was there to end them: the next command does it
-        world.wait(lambda: world.cli('jobs', 'list') and not living(), 20, 'the next command')
-    left = living()
-    for pid in left.values():
-        os.kill(pid, signal.SIGKILL)
-    return len(waiting) - len(left), len(left), gap_s
-
-
-def outlive_runners(world: World, trials: int, seed: int) -> str:
-    """Runners are killed in all ways: of their jobs nothing may live on."""
-    world.serve()
-    left, gap_s, told = 0, 0.0, []
-    for how in KILLS:
-        chance = random.Random(f'{seed} {how}')
-        rows = [orphan_trial(world, number, how, chance) for number in range(trials)]
-        told.append(f'{how}: {sum(row[1] > 0 for row in rows)} of {trials}')
-        left += sum(row[1] for row in rows)
-        gap_s = max([gap_s] + [row[2] for row in rows])
-    told.append(f'then {sum(row[0] > 0 for row in rows)} times the next command ended what was left')
-    told.append(f'new guardians within {gap_s * 1e3:.0f} ms')
-    assert not left, told
-    return ', '.join(told)
 
 
 # -------- a server that is killed again and again, under clients that retry --------
@@ -27224,102 +26816,34 @@ class OutputCapTest(FlowTest):
 
 # -------- runners that are killed, and jobs that leave behind what they can --------
 
-def marked_processes(world: World, numbers: Iterable[int]) -> List[int]:
-    """Living processes with the marks of runners, each given as the number of its mark."""
-    wanted = set(numbers)
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir('/proc')))
-            if torc.read_mark_number(pid) >> torc.SERIAL_BITS in wanted and torc.read_process_start_ticks(pid)]
-
-
-class RunnerNursery:
-    """A process that has loaded torc.py and forks runners from itself: a killed one is followed within milliseconds."""
-
-    CODE = ('import os, sys; sys.path.insert(0, sys.argv[1]); import torc\n'
-            'for line in iter(sys.stdin.readline, ""):\n'
-            '    pid = os.fork()\n'
-            '    if pid == 0:\n'
-            '        os.dup2(2, 1)\n'
-            '        os._exit(torc.main(line.split()))\n'
-            '    print(pid, flush=True)\n'
-            '    print(os.waitpid(pid, 0)[1], flush=True)\n')
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.log = open(os.path.join(world.root, 'logs', 'runners'), 'wb')
-        self.process = subprocess.Popen([sys.executable, '-B', '-c', self.CODE, os.path.dirname(stub_path())],
-                                        cwd=world.directory, env=world.environment,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log)
-
-    def start(self, *words: Any) -> Tuple[int, int]:
-        """Fork a runner; its pid and the number of its mark."""
-        self.process.stdin.write(' '.join(map(str, words)).encode() + b'\n')
-        self.process.stdin.flush()
-        pid = int(self.process.stdout.readline())
-        with self.world.inside():
-            return pid, torc.runner_mark(pid, torc.read_process_start_ticks(pid)).number
-
-    def end(self) -> int:
-        """The wait status of the one that was started last."""
-        return int(self.process.stdout.readline())
-
-    def said(self) -> str:
-        """What the runners said last."""
-        return read_text(self.log.name)[-3000:]
-
-    def close(self) -> None:
-        """End it."""
-        self.process.stdin.close()
-        self.process.wait(20)
-        self.process.stdout.close()
-        self.log.close()
-
-
-DOUBLE_FORK = '(setsid sh -c "(exec sleep 1000 &) ; exec sleep 1000" &) ; (env -i setsid /bin/sh -c "exec /bin/sleep 1000" &) ; '
-
-
 def kill_runners(world: World, kills: int, seed: int) -> str:
-    """Runners are killed at any moment, one after the other: each attempt runs once, nothing lives on, all gets done."""
-    chance, traces, nursery = random.Random(seed), Traces(world), RunnerNursery(world)
+    """Runners, or their keepers, are killed at any moment, one after the other: each attempt runs once, nothing lives on, all gets done."""
+    chance, traces = random.Random(seed), Traces(world)
     world.serve()
-    jobs = [traces.job(f'{DOUBLE_FORK if chance.random() < 0.4 else ""}sleep {chance.uniform(0.02, 0.3):.2f}',
+    leftovers = (NASTY['double forks'] + NASTY['double forks without environment']).replace('NASTY', world.mark)
+    jobs = [traces.job(f'{leftovers if chance.random() < 0.4 else ""}sleep {chance.uniform(0.02, 0.3):.2f}',
                        resource_requirements=chance.choice(['cpu', 'gpu']))
             for _ in range(6 * kills)]      # more than can be done until the last kill
     assert world.cli('create', traces.spec(jobs)).code == 0
-    run = ('run', 1, '--retry-failed', '-p', '0.1', '--num-cpus', 4, '--num-gpus', 2, '--memory-gb', 1)
+    words = ('run', 1, '--retry-failed', '-p', '0.1', '--num-cpus', 4, '--num-gpus', 2, '--memory-gb', 1)
     longest_s, killed = 0.0, 0
     for number in range(kills):
-        pid, mark = nursery.start(*run)
-        select.select([], [], [], chance.uniform(0.02, 0.6))
+        run = world.start(*words)
+        world.wait(lambda: runner_of(run.pid) or run.has_ended(), 20, 'a runner')
+        select.select([], [], [], chance.uniform(0.02, 1.0))
         with contextlib.suppress(ProcessLookupError):   # it was done already
-            os.kill(pid, signal.SIGKILL)
-        began, status = time.monotonic(), nursery.end()
-        killed += status == signal.SIGKILL
-        assert status in (0, signal.SIGKILL), f'runner {number} ended with status {status}: {nursery.said()}'
-        if chance.random() < 0.5:   # the next runner begins in the midst of it, else when all is over
-            world.wait(lambda: not marked_processes(world, [mark]), 5, f'the end of all that runner {number} started',
-                       state=lambda: [(pid, read_text(f'/proc/{pid}/cmdline')) for pid in marked_processes(world, [mark])])
-            longest_s = max(longest_s, time.monotonic() - began)
-    pid, mark = nursery.start(*run)     # it begins right after the last kill, and takes up all that was lost
-    status = nursery.end()
-    nursery.close()
-    assert status == 0, f'the last runner ended with status {status}: {nursery.said()}'
-    left = [(pid, read_text(f'/proc/{pid}/cmdline')) for pid in marked_processes(world, [mark])]
-    assert not left, f'the last runner has left {left}'
+            os.kill(run.pid if chance.random() < 0.5 else runner_of(run.pid) or run.pid, signal.SIGKILL)
+        began, code = time.monotonic(), run.finish().code
+        killed += code == -signal.SIGKILL
+        assert code in (0, -signal.SIGKILL), run
+        world.wait(lambda: not living(world.mark), 5, f'the end of all that runner {number} started', state=lambda: living(world.mark))
+        longest_s = max(longest_s, time.monotonic() - began)
+    world.wait(lambda: not [words for words in processes_with(world.mark).values() if ' run ' in words], 30, 'the end of the last runner')
+    run = world.start(*words)
+    assert run.finish(120).code == 0, run
+    assert not living(world.mark), living(world.mark)
     said = traces.check({'completed': len(jobs)}, 4, 2)
     return f'{killed} killed at work, {said}, all gone within {longest_s:.2f} s'
-
-
-NASTY = {       # what jobs may leave behind; $HERE is their directory
-    'daemons': '(setsid sh -c "exec sleep 1000" &) ; sleep 1000 & ',
-    'double forks without environment': '(env -i setsid /bin/sh -c "(/bin/sleep 1000 &) ; exec /bin/sleep 1000" &) ; ',
-    'ignorance of signals': '(setsid sh -c "trap \'\' TERM HUP INT QUIT; while :; do sleep 0.05; done" &) ; ',
-    'stopped processes': '(setsid sh -c "kill -STOP \\$\\$; sleep 1000" &) ; ',
-    'groups of their own': 'set -m; sh -c "trap \'\' TERM; while :; do sleep 0.05; done" & set +m; ',
-    'open output': '(setsid sh -c "while :; do echo x; sleep 0.01; done" &) ; ',
-    'headless processes': LauncherTest.HEADLESS,
-    'chains': LauncherTest.CHAIN,
-    'bombs': LauncherTest.BOMB,
-}
 
 
 def run_nasty_jobs(world: World, trials: int, seed: int) -> str:
@@ -27327,7 +26851,7 @@ def run_nasty_jobs(world: World, trials: int, seed: int) -> str:
     chance, counts, longest_s = random.Random(seed), collections.Counter(), 0.0     # type: Any, collections.Counter, float
     os.chmod(world.root, 0o755)
     os.chmod(world.directory, 0o777)
-    kinds = [kind for kind in NASTY if kind != 'bombs' or os.getuid() == 0]
+    kinds = [kind for kind in NASTY if kind != 'a fork bomb' or os.getuid() == 0]
     with world.inside(), contextlib.ExitStack() as stack:
         launcher = torc.Launcher()
         stack.callback(launcher.close)
@@ -27336,7 +26860,7 @@ def run_nasty_jobs(world: World, trials: int, seed: int) -> str:
         for number in range(trials):
             chosen, way = chance.sample(kinds, chance.randint(1, 4)), chance.choice(['ends', 'is stopped', 'is killed'])
             counts.update([*chosen, way])
-            command = ''.join(NASTY[kind] for kind in chosen)
+            command = ''.join(NASTY[kind] for kind in chosen).replace('NASTY', world.mark)
             rest = 'exit 3' if way == 'ends' else 'trap "" TERM; while :; do sleep 0.05; done' if chance.random() < 0.5 else 'exec sleep 1000'
             job = torc.Shell(launcher).start(f'cd "$HERE"; {command} sleep {chance.uniform(0, 0.3):.2f}; {rest}', {'HERE': world.directory},
                                              (null, null), f'{number}-1')
@@ -27345,91 +26869,11 @@ def run_nasty_jobs(world: World, trials: int, seed: int) -> str:
                 launcher.stop(job, signal.SIGTERM if way == 'is stopped' else signal.SIGKILL, 0.2)
             began, done = time.monotonic(), []     # type: float, List[Any]
             world.wait(lambda: (launcher.kill_due(), done.extend(launcher.poll())) and job in done, 10, f'trial {number}: {chosen}, {way}',
-                       state=lambda: [(pid, read_text(f'/proc/{pid}/cmdline')) for pid in torc.ProcSnapshot().family({}, [job.mark])])
+                       state=lambda: living(world.mark))
             longest_s = max(longest_s, time.monotonic() - began)
-            seen = [torc.ProcSnapshot().family({}, [job.mark]) for _ in range(3)]
-            seen += [{pid: 0} for _ in range(50) for pid in torc.read_proc_children(os.getpid()) if torc.read_mark_number(pid) == job.mark.number]
-            assert not any(seen), (number, chosen, way, [row for row in seen if row][:3], sum(map(bool, seen)))
+            left = living(world.mark), [pid for pid in torc.read_children(os.getpid()) if pid not in launcher.exempt]
+            assert not any(left), (number, chosen, way, left)
     return ', '.join(f'{count} {kind}' for kind, count in counts.items()) + f'; the longest end took {longest_s:.1f} s'
-
-
-def in_pid_namespace(work: Callable[[], str]) -> str:
-    """What some work says in a PID namespace of its own, where it may choose pids: to choose them here would let other programs
-    of this machine meet pids that have just been used. All of it ends with the work."""
-    need('root', os.getuid() == 0 and os.path.exists('/proc/sys/kernel/ns_last_pid') and shutil.which('mount'), 'chooses pids')
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            if ctypes.CDLL(None).unshare(0x20000000 | 0x00020000):      # CLONE_NEWPID, CLONE_NEWNS (sched.h)
-                os._exit(98)
-            inner = os.fork()
-            if inner:
-                os._exit(end_child(inner))
-            subprocess.check_call(['mount', '--make-rprivate', '/'])
-            subprocess.check_call(['mount', '-t', 'proc', 'proc', '/proc'])
-            os.write(writer, work().encode())
-            code = 0
-        except BaseException:   # border: nothing of the parent's may run in the child
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(writer)
-    with open(reader, 'rb') as pipe:
-        said = pipe.read().decode()
-    code = end_child(child)
-    need('root', code != 98, 'makes a PID namespace')
-    assert code == 0, f'exit code {code}: {said}'
-    return said
-
-
-def reuse_pids(world: World, trials: int, seed: int) -> str:
-    """Pids of ended jobs become those of other processes, while something of the jobs lives: none is ever signalled."""
-    return in_pid_namespace(functools.partial(reuse_chosen_pids, world, trials, seed))
-
-
-def reuse_chosen_pids(world: World, trials: int, seed: int) -> str:
-    """The same where pids may be chosen."""
-    chance, taken = random.Random(seed), 0
-    left = 'setsid sh -c "trap \'\' TERM; echo \\$\\$ > a{0}; while :; do sleep 0.01; done" & until test -s a{0}; do sleep 0.01; done'
-    with world.inside(), unittest.mock.patch.object(torc, 'LEFTOVER_TERM_S', 0.2):
-        launcher, null = torc.Launcher(), os.open(os.devnull, os.O_WRONLY)
-        for number in range(trials):
-            job = torc.Shell(launcher).start(left.format(number), {}, (null, null), f'{number}-1')
-            stale = torc.ProcSnapshot().family({job.pid: math.inf}, [job.mark])
-            world.wait(lambda: launcher.poll() or job.end, 10, 'the end of the first process')
-            assert launcher.sweeping == [job]
-            ended_s = torc.uptime_s()
-            world.wait(lambda: torc.uptime_s() > ended_s + 0.02, 5, 'the next tick')
-            words, leads = chance.choice([['sleep', '1000'], ['sh', '-c', 'sleep 1000 & wait']]), chance.random() < 0.7
-            other = start_as(job.pid, words, leads)
-            world.wait(lambda: words[0] == 'sleep' or torc.read_proc_children(other.pid), 10, 'its child')
-            children = torc.read_proc_children(other.pid)
-            taken += other.pid == job.pid
-            launcher.exempt.add(other.pid)      # a child of this process, and no job's
-            launcher.signal_all(stale, signal.SIGTERM, signal.SIGKILL)
-            torc.signal_process(other.pid, max(stale.values(), default=1), signal.SIGKILL)
-            done = []   # type: List[Any]
-            world.wait(lambda: done.extend(launcher.poll()) or job in done, 10, 'the end of all')
-            assert other.poll() is None, f'trial {number}: the process with pid {other.pid} was signalled: {other.returncode}'
-            assert torc.read_proc_children(other.pid) == children, f'trial {number}: a child of {other.pid} was signalled'
-            other.kill()
-            other.wait()
-            launcher.exempt.discard(other.pid)
-    return f'{taken} of {trials} pids were taken over, none of them signalled'
-
-
-def start_as(pid: int, words: Sequence[str], leads_session: bool) -> Any:
-    """Start a program with a certain pid, if nobody takes it before."""
-    for number in range(50):    # the loop that a job has left forks, too
-        with open('/proc/sys/kernel/ns_last_pid', 'w') as file:
-            file.write(str(pid - 1))
-        other = subprocess.Popen(words, preexec_fn=os.setsid if leads_session else None)
-        if other.pid == pid or number == 49:
-            return other
-        other.kill()
-        other.wait()
 
 
 # -------- servers that are away for longer than runners wait --------
@@ -27919,7 +27363,7 @@ FAULTS = (
     Fault('runners that are killed at any moment run each attempt once and leave nothing', kill_runners, (8,), (300,),
           r'^[1-9]\d* killed at work, \d+ attempts began'),
     Fault('nothing outlives a job that tries all it can', run_nasty_jobs, (8,), (300,), 'the longest end took [0-4][.]'),
-    Fault('nothing of a killed runner lives on however it was killed', outlive_runners, (1,), (30,), r'by name: 0 of \d+, guardians first: 0 of'),
+    Fault('nothing outlives a run however it ends', leave_all_nothing, (1,), (30,), 'the terminal goes away: nothing lived'),
     Fault('a server whose disk was full goes on when there is room', fill_disk, (1,), (30,), r'acknowledged, [1-9][\d,]* refused'),
     *(Fault(f'away: {title}', be_away, (title, 1), (title, 30), f'{AwayTrial.LONG + AwayTrial.SHORT + 1} jobs') for title in AWAY),
     Fault('a server that dies for longer than runners wait costs no job', lose_server, (2,), (0,), 'exit [03]: [1-9]'),
@@ -28005,6 +27449,7 @@ BORDERS = {
     'Server.work': 'a bug costs one look at the clock',
     'Users.carry_out': 'a bug costs one look at a password',
     'Errand.run': 'a bug in a thread is raised in the loop, where it is looked for',
+    'keep': 'the last line of a keeper: what its runner is to do must not run there',
     'fork_detached': 'the last line of a forked process: nothing of its parent may run below it',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',
@@ -28028,10 +27473,9 @@ PAUSES = {
     'CrowdTest.test_a_hundred_runners_that_wait_cost_next_to_nothing': 'is measured so long',
     'CrowdTest.test_six_hundred_runners_that_poll_are_served_beside_two_hundred_half_requests.poll': 'between two requests',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
-    'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
     'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',
     'AwayTrial.stop': 'longer than a lease, and wakes up after another one',
-    'orphan_trial': 'dies at a moment that chance decides', 'kill_under_clerks': 'dies at a moment that chance decides',
+    'kill_under_clerks': 'dies at a moment that chance decides',
     'kill_offline_runners': 'dies at a moment that chance decides',
     'Night.carry_out': 'until the next kill, or the end',
 }

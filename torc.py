@@ -212,7 +212,7 @@ log.addHandler(logging.NullHandler())
 # label        a word that a job and a runner must share
 # claim        taking a ready job for a compute node (ready -> pending); a claim not started comes back
 # slot         the share of a compute node's resources that one running job holds, in the runner's ledger
-# runner       the process that claims and starts jobs; a guardian kills what a dead runner has left
+# runner       the process that claims and starts jobs; its keeper, above it, kills what it leaves
 # allocation   nodes that Slurm has granted; a step is one srun in it, a scheduler its options
 # walltime     how long an allocation lasts; headroom is the time before its end at which jobs are stopped
 # server       the process that has the database open; an embedded one starts and ends with its runners
@@ -409,6 +409,7 @@ MAX_ALLOCATIONS = 10000             # submitted at once: Slurm's MaxJobCount, un
 MAX_INSTANCES = 1000000             # that parameters may make; --max-instances lifts it
 MAX_SPEC_BYTES = 2 ** 30            # of a workflow file: three million jobs spelled out
 MAX_NAME_CHARACTERS = 1000          # of any name; files on disk are named by ids
+MAX_COMMAND_BYTES = 2 ** 17 - 2     # a shell gets it as one argument: MAX_ARG_STRLEN of Linux
 MAX_REASON_CHARACTERS = 500         # of the reason of a failure; the rest is in the job's output
 MAX_BODY_BYTES = 2 * 1024 ** 2      # of a request
 MAX_BULK_BODY_BYTES = 200 * 1024 ** 2   # of bulk_* and from_spec requests
@@ -814,6 +815,13 @@ def name_error(text: str) -> str:
     return f'holds the control character {match.group()!a}: remove it' if match else ''
 
 
+def command_error(text: str) -> str:
+    """Why a text cannot be a command, or ''."""
+    size = len(text) if len(text) * 4 <= MAX_COMMAND_BYTES else len(text.encode('utf-8', 'surrogatepass'))
+    return '' if size <= MAX_COMMAND_BYTES else \
+        f'has {size:,} bytes, and a program can be given {MAX_COMMAND_BYTES:,}: put it into a script'
+
+
 def label_error(text: str) -> str:
     """Why a text cannot be a label of a job or runner, or ''. Labels are written as a list with commas."""
     if not text or text != text.strip() or ',' in text:
@@ -1109,6 +1117,23 @@ def read_pid_namespace() -> int:
         return os.stat('/proc/self/ns/pid').st_ino
     except OSError:     # not Linux
         return 0
+
+
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37  # linux/prctl.h
+
+
+def call_prctl(option: int, value: Any) -> None:
+    """prctl(2), where there is one."""
+    with contextlib.suppress(AttributeError):   # not Linux
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def adopt_orphans(adopts: bool) -> bool:
+    """Whether orphaned descendants become our children from now on (Linux), and not init's; what it was."""
+    before = ctypes.c_int()
+    call_prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    call_prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
+    return bool(before.value)
 
 
 def read_proc_stat(pid: int) -> List[bytes]:
@@ -3926,6 +3951,9 @@ class Planner:
                 rest = self.plan_rest(expansion, tokens)
             if has_tokens:
                 command = self.put_paths(expansion, command, *rest[-4:-2])
+            error = command_error(command + (rest[0] or ''))
+            if error:
+                block.error(f'command {error}', 'command')
             yield PlannedJob(name, command, *rest)
 
     def plan_rest(self, expansion: Expansion,
@@ -11168,9 +11196,9 @@ MODELS = {
     'HpcProfile': 'display_name:str description:str detect_env_var:str detect_hostname:str '
         'default_account:str charge_factor_cpu:float charge_factor_gpu:float partitions:[@HpcPartition]!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
-    'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:str! compute_node_id:int '
+    'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:command! compute_node_id:int '
         'depends_on_job_ids:[int] env:{str} failure_handler_id:int id:int input_file_ids:[int] '
-        'input_user_data_ids:[int] invocation_script:str labels:[str] name:name! origin:str '
+        'input_user_data_ids:[int] invocation_script:command labels:[str] name:name! origin:str '
         'output_file_ids:[int] output_user_data_ids:[int] priority:int resource_requirements_id:int '
         'schedule_compute_nodes:any scheduler_id:int start_time:str status:@JobStatus '
         'supports_termination:bool workflow_id:int!',
@@ -11226,7 +11254,7 @@ MODELS = {
     'SlurmStatsModel': 'attempt_id:int! ave_cpu_seconds:float id:int job_id:int! max_disk_read_bytes:int '
         'max_disk_write_bytes:int max_rss_bytes:int max_vm_size_bytes:int node_list:str run_id:int! '
         'slurm_job_id:str workflow_id:int!',
-    'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:str! depends_on:[str] labels:[str] '
+    'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:command! depends_on:[str] labels:[str] '
         'name:name! priority:int resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'StoreAllocationsRequest': 'newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
@@ -11314,6 +11342,14 @@ def check_str(path: str, value: Any) -> None:
         raise BadInput(f'{path} {text_error(value)}', field=path)
 
 
+def check_command(path: str, value: Any) -> None:
+    """Refuse what no shell can be given."""
+    check_str(path, value)
+    error = command_error(value)
+    if error:
+        raise BadInput(f'{path} {error}', field=path)
+
+
 def check_name(path: str, value: Any) -> None:
     """Refuse anything but printable text of sensible length."""
     check_str(path, value)
@@ -11376,7 +11412,9 @@ def check_planned_jobs(path: str, value: Any) -> None:
         return      # made in this process, by our own Spec: over HTTP they come as lists
     with explaining_plan():
         names, commands, scripts, envs = list(zip(*value))[:4]      # by column, for they are many
-        check_str(f'{path}.command', '\n'.join(itertools.chain(commands, filter(None, scripts))))
+        texts = [*commands, *filter(None, scripts)]
+        check_str(f'{path}.command', '\n'.join(texts))
+        check_command(f'{path}.command', max(texts, key=len))
         for env in filter(None, envs):
             check_value(f'{path}.env', '{str}', env)
         for name in names:
@@ -11402,6 +11440,7 @@ SCALARS = {     # type of MODELS -> what refuses other values
     'str':       check_str,
     'any':       check_any,
     'name':      check_name,
+    'command':   check_command,
     'time':      check_time,
     'rules':     check_rules,
     'planned_jobs': check_planned_jobs,
@@ -14540,6 +14579,7 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     if options.database != IN_MEMORY:
         prepare_database_directory(options.database)
     reader, writer = os.pipe()
+    adopts = adopt_orphans(False)       # the server is not to become our child
     try:
         child = os.fork()
     except OSError as error:    # no room for processes, or no memory
@@ -14554,6 +14594,7 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
         os.waitpid(child, 0)    # the first child; the server is the second, and nobody's
     except ChildProcessError:
         pass    # the caller ignores SIGCHLD
+    adopt_orphans(adopts)
     with os.fdopen(reader, encoding='utf-8', errors='replace') as pipe:
         wait_s = START_DEADLINE_S + lease_wait_s(options)
         answered, _, _ = select.select([pipe], [], [], wait_s)
@@ -14573,6 +14614,7 @@ def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to:
         os.setsid()
         if os.fork() == 0:
             leave_caller(pipe.fileno(), *log_to)
+            call_prctl(PR_SET_NAME, b'torc-server')
             if options.is_embedded:
                 log.setLevel(logging.INFO)      # whatever the command that needed it logs
             end = f'torc: process {os.getpid()}; to stop it: kill {os.getpid()}\n'
@@ -14608,7 +14650,8 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
     process close their numbers, which might be ours by then.
     """
     signal.set_wakeup_fd(-1)
-    for number in (*STOP_NUMBERS[1:], signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (*STOP_NUMBERS[1:], signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT,
+                   signal.SIGXCPU, signal.SIGTSTP, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.chdir('/')
@@ -15010,6 +15053,7 @@ class Connector:
         self.needs_server = needs_server        # fork an embedded server rather than open the database
         self.will_need_server = False           # ... later: take no database that a server comes back to
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
+        self.start_server = start_embedded_server   # type: Callable[..., Any]  # or has the keeper do that
         self.is_registered = False              # the database was found by the registration of its server
         self.server = {}                        # type: Dict[str, Any]  # the one in use, or to be waited for
         self.servers_started = 0                # embedded ones, by this client
@@ -15224,7 +15268,7 @@ class Connector:
             wait_s = Lease.watch_s() if is_lost else 0.0
             self._service, self.server = Service(hold_database(self.database, wait_s=wait_s)), {}
         else:
-            start_embedded_server(self.database, self.snapshot_interval_s, is_lost)
+            self.start_server(self.database, self.snapshot_interval_s, is_lost)
             self.servers_started += 1
             self.open()
 
@@ -15779,7 +15823,7 @@ def reset_failed(client: Client, workflow: Dict[str, Any], is_forced: bool, repo
 # Python compiles a script at every start, and a module once. So what starts torc.py again and
 # again, people or scripts, should start an installation: a copy of this file as a module,
 # compiled, and a launcher. `install` makes one below a prefix; any directory of the user's will
-# do. What this process starts by itself (servers, guardians) is forked and compiles nothing.
+# do. What this process starts by itself (servers, runners) is forked and compiles nothing.
 
 # The launcher is a program of two languages, as pip's for long paths are: sh ends at its exec,
 # and to Python all of that is a string. Thus neither blanks nor the length of the interpreter's
@@ -15868,33 +15912,27 @@ def write_installation(made: Installation) -> None:
     write_atomically(made.launcher, launcher.encode('utf-8'), 0o755)
 
 
-# ======== 12. Processes: what /proc says of them, their marks and control groups ========
+# ======== 12. Processes: what /proc says of them, control groups, and the keeper of a runner ========
 #
-# Owns finding processes and ending them by force. The Launcher marks what it starts; here marks are read.
-# Invariants:
+# Owns finding processes and ending them by force. Invariants:
 #
-# * A mark is what no process loses by accident: a soft limit on uninterrupted real-time CPU
-#   (RLIMIT_RTTIME), so high that it limits nothing (146,000 years), that names runner and job. Whatever a
-#   job starts inherits it; setsid(2), double forks and `env -i` change nothing. Where limits cannot be
-#   used, TORC_RUN_TAG in the environment says the same.
-# * Where a runner may make control groups (version 2, in one that was delegated), it and its jobs are in one
-#   of their own, which nothing leaves; it is killed at the end.
-# * What outlives even that is ended by the same user's next runner on this host, by `serve` or `jobs list`.
-# * Nobody else's process is ever signalled. A process group is signalled before its leader is reaped, while
-#   its number cannot be used again; any other process only when pid and start time still fit (by a pidfd,
-#   where there are any). A session's number counts, once its leader was reaped, for older processes only.
+# * Nothing outlives its runner. The process that the user starts is the keeper: it forks the runner, passes
+#   signals on, ends as the runner does, and kills all that is left below it by then. Both are subreapers
+#   (prctl(2)): what is orphaned below them becomes their child whatever it does to hide, so that wait(2)
+#   knows when nothing is left. The runner hears of its keeper's death by a signal, and kills everything. Only
+#   who kills both at the same moment leaves something behind; in a Slurm job, Slurm ends that.
+# * The runner is a session of its own, so that what kills a whole process group (a shell's `kill -9 %1`,
+#   timeout(1)) meets the keeper alone, and a terminal's Ctrl-C reaches the runner once.
+# * Nobody else's process is ever signalled. Kept are only numbers of children that were not waited for, which
+#   cannot be used again; all others are looked up each time, parents first.
 
-SWEEP_INTERVAL_S = 0.05
-FREEZE_S = 0.5                          # at most, before a family is killed
-HUNT_S = 0.05                           # at most, of a loop's time, for what lives shorter than looks take
+FREEZE_S = 0.5                          # at most, before processes are killed
+SWEEP_INTERVAL_S = 0.05                 # between two rounds of SIGKILL
 UNKILLABLE_S = 10.0                     # after SIGKILL; what lives then is in uninterruptible sleep, say
-RUN_TAG = 'TORC_RUN_TAG'
-GROUP_PREFIX = 'torc-runner-'           # of the name of a control group; the rest is its runner's mark
-# A mark, from its highest bit: one that is always set, the runner's realm (bits of a digest of its PID
-# namespace, where alone its pid means something, and its user's state directory), pid (at most 22 bits:
-# PID_MAX_LIMIT of Linux), start time (low bits), and a number that no other of its jobs has now.
-MARK_BIT = 1 << 62                      # Python takes limits up to 2**63 - 1
-REALM_BITS, PID_BITS, TICKS_BITS, SERIAL_BITS = 12, 22, 12, 16
+KEEPER_NAME = b'torc-keeper'            # as ps and top show it (comm)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+             signal.SIGXCPU)
+MAX_KEEPER_BYTES = 2 ** 16              # of a message
 
 
 class ProcRow(Row):
@@ -15911,146 +15949,22 @@ def read_proc_row(pid: int) -> Optional[ProcRow]:
     return ProcRow(int(fields[1]), int(fields[3]), int(fields[19]), int(fields[2])) if fields else None
 
 
-def read_proc_environ(pid: int) -> bytes:
-    """Environment with which a process was started, or b'' where it may not be read."""
+def read_proc_file(pid: int, name: str) -> bytes:
+    """A small file of a process, or b'' where it may not be read."""
     try:
-        with open(f'/proc/{pid}/environ', 'rb') as file:
+        with open(f'/proc/{pid}/{name}', 'rb') as file:
             return file.read()
     except OSError:
         return b''
 
 
-def read_proc_table() -> Dict[int, ProcRow]:
-    """All living processes; empty where there is no /proc."""
-    try:
-        pids = [int(name) for name in os.listdir('/proc') if name.isdigit()]
-    except OSError:
-        return {}
-    rows = ((pid, read_proc_row(pid)) for pid in pids)
-    return {pid: row for pid, row in rows if row}
-
-
-class Mark(Row):
-    """What all processes of a job, or of a runner, have in common."""
-    text: bytes     # part of TORC_RUN_TAG
-    number: int     # of the soft limit RLIMIT_RTTIME, without the lowest `shift` bits
-    shift: int      # 0 for a job, SERIAL_BITS for all jobs of a runner
-
-
-def runner_mark(pid: int, start_ticks: int) -> Mark:
-    """The mark of all that a runner starts."""
-    realm_text = f'{read_pid_namespace()} {state_directory()}'
-    realm = hashlib.sha256(realm_text.encode('utf-8', 'surrogateescape')).digest()
-    number = MARK_BIT >> SERIAL_BITS | start_ticks % (1 << TICKS_BITS) | pid << TICKS_BITS | \
-        int.from_bytes(realm, 'big') % (1 << REALM_BITS) << TICKS_BITS + PID_BITS
-    return Mark(b'%x-' % number, number, SERIAL_BITS)
-
-
-def read_mark_number(pid: int) -> int:
-    """Soft limit RLIMIT_RTTIME of a process; -1 if it has none, or may not be signalled by us."""
-    try:
-        return resource.prlimit(pid, resource.RLIMIT_RTTIME)[0]
-    except PermissionError:     # another user's, or a set-user-ID program, whose limits proc(5) shows to all
-        pass
-    except (OSError, AttributeError):   # AttributeError: not Linux
-        return -1
-    try:
-        os.kill(pid, 0)
-        with open(f'/proc/{pid}/limits', 'rb') as file:
-            found = re.search(rb'^Max realtime timeout +([0-9]+)', file.read(), re.MULTILINE)
-    except OSError:
-        return -1
-    return int(found.group(1)) if found else -1
-
-
-def set_mark_number(number: int) -> None:
-    """Mark what this process starts from now on; -1 for no mark."""
-    try:
-        resource.setrlimit(resource.RLIMIT_RTTIME, (number, resource.getrlimit(resource.RLIMIT_RTTIME)[1]))
-    except (OSError, ValueError, AttributeError):   # a lower hard limit: TORC_RUN_TAG must do
-        pass
-
-
-class ProcSnapshot:
-    """The processes of one look. Nothing is read before it is asked for, and nothing twice."""
-
-    def __init__(self) -> None:
-        self.table = None       # type: Optional[Dict[int, ProcRow]]
-        self.numbers = {}       # type: Dict[int, int]  # pid -> number of its mark
-        self.environs = {}      # type: Dict[int, bytes]
-
-    @property
-    def rows(self) -> Dict[int, ProcRow]:
-        """All living processes."""
-        if self.table is None:
-            self.table = read_proc_table()
-        return self.table
-
-    def has_mark(self, pid: int, marks: Sequence[Mark]) -> bool:
-        """Whether a process carries one of the marks."""
-        if pid not in self.numbers:
-            self.numbers[pid] = read_mark_number(pid)
-        if any(self.numbers[pid] >> mark.shift == mark.number for mark in marks):
-            return True
-        if pid not in self.environs:
-            self.environs[pid] = read_proc_environ(pid)
-        return any(mark.text in self.environs[pid] for mark in marks)
-
-    def family(self, sessions: Dict[int, float], marks: Sequence[Mark]) -> Dict[int, int]:
-        """Processes of sessions, those with one of the marks, and their descendants: pid -> start ticks.
-
-        `sessions`: number -> clock ticks since boot at which its leader was reaped, infinite before. From
-        then on the number may come to name another session, whose members have begun later. A later one of
-        ours has a parent that is found, or was adopted by us.
-        """
-        table, own = self.rows, os.getpid()
-        family = {pid for pid, row in table.items() if row.session in sessions and (
-            row.start_ticks <= sessions[row.session] or row.parent == own and row.session not in table)
-                  or self.has_mark(pid, marks)}
-        size = -1
-        while size != len(family):
-            size = len(family)
-            family.update(pid for pid, row in table.items() if row.parent in family)
-        family.discard(own)
-        return {pid: table[pid].start_ticks for pid in family}
-
-    def is_inner(self, pid: int, marks: Sequence[Mark]) -> bool:
-        """Whether a process carries only another mark, thus belongs to a runner that is a job itself."""
-        if pid not in self.numbers:
-            self.numbers[pid] = read_mark_number(pid)
-        number = self.numbers[pid]
-        return number >= MARK_BIT and all(number >> mark.shift != mark.number for mark in marks)
-
-
-class ProcChildren:
-    """Children of a process's first thread, held open: to open the file takes ten times as long as a look."""
-
-    def __init__(self, pid: int) -> None:
-        self.descriptors = []       # type: List[int]  # none where there is no such file
-        with contextlib.suppress(OSError):
-            self.descriptors.append(os.open(f'/proc/{pid}/task/{pid}/children', os.O_RDONLY | os.O_CLOEXEC))
-
-    def read(self) -> List[int]:
-        """Their pids, zombies included (proc(5); CONFIG_PROC_CHILDREN)."""
-        text = b''
-        for descriptor in self.descriptors:
-            with contextlib.suppress(OSError):      # the process has gone
-                # A page at a time: two calls for the usual few.
-                for piece in iter(lambda: os.pread(descriptor, 65536, len(text)), b''):
-                    text += piece
-        return list(map(int, text.split()))
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-
-
-def read_proc_children(pid: int) -> List[int]:
-    """The children of a process's first thread: see ProcChildren."""
-    children = ProcChildren(pid)
-    found = children.read()
-    children.close()
+def find_ancestors(pid: int) -> List[int]:
+    """Parent of a process, its parent, and so on."""
+    found = []  # type: List[int]
+    row = read_proc_row(pid)
+    while row and row.parent and row.parent not in found:
+        found.append(row.parent)
+        row = read_proc_row(row.parent)
     return found
 
 
@@ -16060,27 +15974,38 @@ def has_proc_children() -> bool:
     return os.path.exists(f'/proc/self/task/{os.getpid()}/children')
 
 
-def read_all_children(pid: int) -> List[int]:
+def read_children(pid: int) -> List[int]:
     """Children of a process, whichever of its threads has started them; zombies are among them."""
     found = []      # type: List[int]
     with contextlib.suppress(OSError):      # it has ended
-        for thread in os.listdir(f'/proc/{pid}/task'):
-            with open(f'/proc/{pid}/task/{thread}/children', 'rb') as file:
-                found += map(int, file.read().split())
+        for thread in os.listdir(f'/proc/{pid}/task' if has_proc_children() else '/proc'):
+            if has_proc_children():
+                found += map(int, read_proc_file(pid, f'task/{thread}/children').split())
+            elif thread.isdigit():
+                fields = read_proc_file(int(thread), 'stat').rpartition(b')')[2].split()
+                found += [int(thread)] if fields[1:2] == [b'%d' % pid] else []
     return found
 
 
-def list_trees(roots: Iterable[int]) -> List[int]:
-    """Processes with all that descend from them, parents before children."""
-    found, look = list(roots), read_all_children
-    if not has_proc_children():
-        children = {}       # type: Dict[int, List[int]]
-        for pid, row in read_proc_table().items():
-            children.setdefault(row.parent, []).append(pid)
-        look = lambda pid: children.get(pid, [])    # noqa: E731
+def list_trees(roots: Iterable[int], enters: Callable[[int], Any] = abs) -> List[int]:
+    """Processes with all that descend from them, parents first; nothing below one that is not entered."""
+    found = list(roots)
     for pid in found:       # it grows
-        found += look(pid)
+        found += read_children(pid) if enters(pid) else ()
     return found
+
+
+def is_keeper(pid: int) -> bool:
+    """Whether a process is the keeper of another runner: what is below it is that runner's affair."""
+    return read_proc_file(pid, 'comm').strip() == KEEPER_NAME
+
+
+def session_of(pid: int) -> int:
+    """Number of a process's session; 0 if it has ended."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def send_signal(pids: Iterable[int], number: int) -> None:
@@ -16090,78 +16015,47 @@ def send_signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def kill_trees(roots: Sequence[int]) -> None:
-    """SIGKILL processes with all that descend from them.
+def kill_trees(roots: Sequence[int]) -> List[int]:
+    """SIGKILL processes with all that descend from them; which these were, parents first.
 
     They are stopped first, until a look finds no others: what is not would fork into the room of the dead.
     """
     stopped, until = [], time.monotonic() + FREEZE_S    # type: List[int], float
-    while time.monotonic() < until:
-        found = list_trees(roots)
-        if set(found) <= set(stopped):
+    while roots and time.monotonic() < until:
+        new = [pid for pid in list_trees(roots) if pid not in stopped]
+        if not new:
             break
-        send_signal(found, signal.SIGSTOP)
-        stopped = found
+        send_signal(new, signal.SIGSTOP)
+        stopped += new
     send_signal(stopped, signal.SIGKILL)
+    return stopped
 
 
-def signal_process(pid: int, start_ticks: int, number: int) -> None:
-    """Signal a process if it is still the one that was meant."""
-    try:    # Linux 5.3, Python 3.9: between the look and the signal the number cannot become another's
-        descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        descriptor = -1
-    try:
-        if read_process_start_ticks(pid) == start_ticks:
-            signal.pidfd_send_signal(descriptor, number) if descriptor >= 0 else os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):   # it ended just now, or has become another user's
-        pass
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+def await_ends(pids: Sequence[int], limit_s: float) -> None:
+    """Wait for children, at most so long."""
+    until = time.monotonic() + limit_s
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):    # it is none, or a thread has waited for it
+            while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < until:
+                time.sleep(0.002)
 
 
-def signal_group(pid: int, number: int) -> bool:
-    """Signal a process group; False if it is empty."""
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        return False
-    except PermissionError:     # only processes of other users (setuid) are left in it
-        pass
-    return True
+def end_children(is_spared: Callable[[int], bool], limit_s: float) -> bool:
+    """Kill all children but spared ones, with all below them, until none is left; whether that was done."""
+    until = time.monotonic() + limit_s
+    while True:
+        left = []
+        for pid in read_children(os.getpid()):
+            with contextlib.suppress(ChildProcessError):    # a thread has waited for it
+                if not is_spared(pid) and not os.waitpid(pid, os.WNOHANG)[0]:
+                    left.append(pid)
+        if not left or time.monotonic() > until:
+            return not left
+        kill_trees(left)
+        time.sleep(0.002)
 
 
-def describe_unkillable(pids: Iterable[int]) -> str:
-    """Which of these processes live on though we may kill them, and where in the kernel they sleep; or ''."""
-    found = []
-    for pid in sorted(pids):
-        with contextlib.suppress(OSError):      # it has ended, or is another user's
-            os.kill(pid, 0)
-            fields, place = read_proc_stat(pid), ''
-            with contextlib.suppress(OSError), open(f'/proc/{pid}/wchan') as file:
-                place = file.read().strip('0 \n')      # '0': not shown to us
-            if fields:
-                state = 'in uninterruptible sleep' if fields[0] == b'D' else f'in state {fields[0].decode()}'
-                found.append(f'process {pid} is {state}' + (f' ({place})' if place else ''))
-    return first_of(found)
-
-
-# -------- control groups: what nothing can leave, where there are any to be had --------
-
-def own_control_group() -> str:
-    """Directory of this process's control group (cgroups(7), version 2), or '' if it may make none in it."""
-    try:
-        with open('/proc/self/cgroup') as file:
-            path = next((line[3:] for line in file.read().splitlines() if line.startswith('0::')), '/')
-        with open('/proc/self/mountinfo', encoding='utf-8', errors='surrogateescape') as file:
-            mount = next((line.split()[4] for line in file if ' - cgroup2 ' in line), '')
-    except OSError:     # not Linux
-        return ''
-    directory = mount + path
-    is_ours = path != '/' and '..' not in path and os.access(os.path.join(directory, 'cgroup.procs'), os.W_OK)
-    return directory if mount and is_ours and os.access(directory, os.W_OK) else ''
-
+# -------- control groups --------
 
 def control_group_directories(controller: str, root: str = '') -> List[str]:
     """Directories of our control groups that limit a controller ('cpu', 'memory'), the innermost first.
@@ -16228,170 +16122,144 @@ def read_available_memory(root: str = '') -> float:
     return int(found.group(1)) * 1024 if found else math.inf
 
 
-def join_control_group(directory: str, pid: int = 0) -> None:
-    """Move a process, or this one, to a control group; what it starts from then on is born there."""
-    with contextlib.suppress(OSError), open(os.path.join(directory, 'cgroup.procs'), 'w') as file:
-        file.write(str(pid))
+# -------- the keeper --------
+
+class Keeper:
+    """What a runner knows of its keeper, and has it do."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self.channel = channel
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has died before us."""
+        return os.getppid() != self.pid
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Have it do something, and wait for that. Raises what it raises, or Unreachable if it is gone."""
+        reply = b''
+        with contextlib.suppress(OSError):
+            self.channel.send(format_json([name, arguments]).encode())
+            reply = self.channel.recv(MAX_KEEPER_BYTES)
+        if not reply:
+            raise Unreachable('the process that keeps this runner has died')
+        value, kind, message = parse_json(reply.decode())
+        if kind:
+            raise ERROR_KINDS[kind](message)
+        return value
+
+    def on_signal(self, *_: Any) -> None:
+        """The keeper may have died: the kernel then sends SIGCONT, which reaches a stopped runner, too."""
+        if self.is_gone:
+            kill_trees([pid for pid in read_children(os.getpid()) if session_of(pid) != os.getsid(0)])
 
 
-def make_control_group(name: str) -> str:
-    """Make a control group below our own and move there; its directory, or '' if that cannot be done."""
-    parent = own_control_group()
-    with contextlib.suppress(OSError):      # as a limit of their number
-        if parent:
-            directory = os.path.join(parent, name)
-            os.mkdir(directory)
-            join_control_group(directory)
-            return directory
-    return ''
+def keep(calls: Dict[str, Callable[..., Any]]) -> Keeper:
+    """Fork the runner, and return in it. This process becomes its keeper, and ends as the runner does.
 
-
-def kill_control_group(directory: str) -> None:
-    """SIGKILL all processes of a control group, and remove it with all below it."""
-    give_up_at = time.monotonic() + UNKILLABLE_S
-    while directory and os.path.isdir(directory) and time.monotonic() < give_up_at:
-        for path, _, _ in os.walk(directory, topdown=False):
-            with contextlib.suppress(OSError):      # EBUSY: not all have gone yet
-                os.rmdir(path)
-                continue
-            with contextlib.suppress(OSError), open(os.path.join(path, 'cgroup.kill'), 'w') as file:
-                file.write('1')     # since Linux 5.14: all at once, so that none escapes by forking
-                continue
-            with contextlib.suppress(OSError), open(os.path.join(path, 'cgroup.procs')) as file:
-                # 0: of another namespace of pids (cgroups(7)); it would mean our own group
-                for pid in filter(int, file.read().split()):
-                    os.kill(int(pid), signal.SIGKILL)
-        time.sleep(0.005)
-
-
-# -------- when a runner has died --------
-
-def freeze_family(sessions: Dict[int, float], marks: Sequence[Mark]) -> Dict[int, int]:
-    """Stop a family, until a look finds no further member: pid -> start ticks.
-
-    What is killed one by one makes room for what the others fork meanwhile; what is stopped forks no more.
+    `calls`: what a runner may have its keeper do; by 'at_end', NAME, ... it does so when the runner is gone.
     """
-    frozen = {}     # type: Dict[int, int]
-    until = time.monotonic() + FREEZE_S
-    while True:
-        family = ProcSnapshot().family(sessions, marks)
-        new = {pid: ticks for pid, ticks in family.items() if frozen.get(pid) != ticks}
-        if not new or time.monotonic() >= until:
-            return {**frozen, **family}
-        for pid, ticks in new.items():
-            signal_process(pid, ticks, signal.SIGSTOP)
-        frozen.update(new)
-
-
-def find_ancestors(pid: int) -> List[int]:
-    """Parent of a process, its parent, and so on: one of them adopts what the process leaves behind."""
-    found = []  # type: List[int]
-    row = read_proc_row(pid)
-    while row and row.parent and row.parent not in found:
-        found.append(row.parent)
-        row = read_proc_row(row.parent)
-    return found
-
-
-def hunt(parents: Sequence[int], marks: Sequence[Mark], limit_s: float,
-         dead: Optional[Set[Tuple[int, int]]] = None) -> bool:
-    """Kill children of some processes that carry a mark, until a look finds none; whether there were any.
-
-    So is ended what forks and ends faster than all of /proc can be read: at each moment something of it has
-    been adopted, be it a zombie. What was adopted last stands last. `dead`: what earlier calls have killed.
-    """
-    until, found, seen = time.monotonic() + limit_s, False, set()   # type: float, bool, Set[int]
-    dead = set() if dead is None else dead
-    while time.monotonic() < until:
-        count = len(dead)
-        for pid in itertools.chain(*(reversed(read_proc_children(parent)) for parent in parents)):
-            if pid in seen:
-                continue
-            # Before the mark: the number may change hands meanwhile, where others reap. A zombie has none.
-            ticks = read_process_start_ticks(pid)
-            number = read_mark_number(pid)      # a zombie has limits, too
-            if any(number >> mark.shift == mark.number for mark in marks):
-                if ticks:
-                    signal_process(pid, ticks, signal.SIGKILL)
-                seen.add(pid)
-                dead.add((pid, ticks))
-        if count == len(dead):
-            break
-        found = True
-    return found
-
-
-def kill_family(sessions: Dict[int, float], marks: Sequence[Mark], until: float,
-                parents: Sequence[int] = ()) -> None:
-    """SIGKILL a family (ProcSnapshot.family) until two looks in a row find none, or the time is over.
-
-    `parents`: who may adopt its members.
-    """
-    quiet, looks, dead = 0, 0, set()    # type: int, int, Set[Tuple[int, int]]
-    while quiet < 2 and (looks < 2 or time.monotonic() < until):
-        looks += 1
-        family = freeze_family(sessions, marks)
-        for pid, ticks in family.items():
-            signal_process(pid, ticks, signal.SIGKILL)
-        quiet = 0 if hunt(parents, marks, FREEZE_S, dead) or family else quiet + 1
-        time.sleep(SWEEP_INTERVAL_S)
-
-
-def is_runner_dead(number: int) -> bool:
-    """Whether a mark is that of a runner which would be seen here, and is not; -1 is no mark."""
-    if number >> TICKS_BITS + PID_BITS != runner_mark(0, 0).number >> TICKS_BITS + PID_BITS:
-        return False    # another realm
-    pid, ticks = number >> TICKS_BITS & (1 << PID_BITS) - 1, number & (1 << TICKS_BITS) - 1
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.getpid()
+    spared = read_children(pid)     # of a shell that has called exec(1)
+    adopt_orphans(True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, signal.SIGTSTP, signal.SIGCHLD))
     try:
-        os.kill(pid, 0)
-        is_visible = True
-    except ProcessLookupError:
-        return True
-    except PermissionError:     # another user's; /proc may hide it (proc(5), hidepid)
-        is_visible = False
-    found = read_process_start_ticks(pid)   # 0 for a zombie, too
-    return found % (1 << TICKS_BITS) != ticks if found else is_visible
+        runner = os.fork()
+    except OSError as error:
+        raise Refused(f'there is no room for a process ({error.strerror}): end others of yours, or see '
+                      '`ulimit -u`') from None
+    if runner:
+        theirs.close()
+        try:
+            be_keeper(runner, ours, calls, spared)
+        except BaseException:       # border: what the runner is to do must not run here
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+    ours.close()
+    os.setsid()
+    keeper = Keeper(pid, theirs)
+    signal.signal(signal.SIGCONT, keeper.on_signal)
+    call_prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if keeper.is_gone:      # it died before that
+        os._exit(1)
+    return keeper
 
 
-def find_leftovers() -> Dict[int, int]:
-    """What runners of this user that are dead have left behind on this host: pid -> start ticks.
-
-    By its limit alone: unlike the environment, it cannot have come from elsewhere (a batch script that a job
-    submitted, a saved environment).
-    """
-    found = {}
-    for pid in map(int, filter(str.isdigit, os.listdir('/proc') if os.path.isdir('/proc/self') else ())):
-        number = read_mark_number(pid)
-        ticks = read_process_start_ticks(pid) if number >= MARK_BIT else 0
-        # Once more: the number may have changed hands in between.
-        if ticks and is_runner_dead(number >> SERIAL_BITS) and read_mark_number(pid) == number:
-            with contextlib.suppress(OSError):      # it has ended
-                if os.stat(f'/proc/{pid}').st_uid == os.geteuid():
-                    found[pid] = ticks
-    return found
-
-
-def end_leftovers() -> int:
-    """Kill what dead runners of this user have left behind on this host; how many processes that were."""
-    ended, give_up_at = set(), time.monotonic() + UNKILLABLE_S
-    parent = own_control_group()
-    for name in os.listdir(parent) if parent else ():
-        if name.startswith(GROUP_PREFIX) and is_runner_dead(int('0' + name[len(GROUP_PREFIX):], 16)):
-            kill_control_group(os.path.join(parent, name))
-    found = find_leftovers()
-    while found and time.monotonic() < give_up_at:
-        ended.update(found)
-        for pid, ticks in found.items():
-            signal_process(pid, ticks, signal.SIGKILL)
-        time.sleep(SWEEP_INTERVAL_S)
-        found = find_leftovers()
-    return len(ended)
+def be_keeper(runner: int, channel: socket.socket, calls: Dict[str, Callable[..., Any]],
+              spared: Sequence[int]) -> None:
+    """Keep a runner to its end, and end as it did."""
+    last = []       # type: List[Tuple[Any, ...]]
+    call_prctl(PR_SET_NAME, KEEPER_NAME)
+    status = watch_runner(runner, channel, dict(calls, at_end=lambda *words: last.append(words)))
+    end_children(spared.__contains__, UNKILLABLE_S)
+    for name, *arguments in last:
+        calls[name](*arguments)
+    if os.WIFSIGNALED(status):      # a shell expects of who was killed that wait(2) says so
+        number = os.WTERMSIG(status)
+        limit = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (0, limit))    # the runner has dumped core
+        with contextlib.suppress(OSError):      # SIGKILL
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        os._exit(128 + number)      # process 1 of a container survives that
+    os._exit(os.WEXITSTATUS(status))
 
 
-def format_leftovers(number: int) -> str:
-    """What end_leftovers has done, for the user; '' for nothing."""
-    what = '1 process' if number == 1 else f'{number} processes'
-    return f'Ended {what} of jobs whose runner was killed on this host' if number else ''
+def watch_runner(runner: int, channel: socket.socket, calls: Dict[str, Callable[..., Any]]) -> int:
+    """Pass signals on to a runner, and do what it asks for, until it has ended; its wait status."""
+    def stop(*_: Any) -> None:
+        os.kill(runner, signal.SIGSTOP)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)    # we stop here, and SIGCONT lets us go on
+        signal.signal(signal.SIGTSTP, stop)
+        os.kill(runner, signal.SIGCONT)
+    handlers = dict.fromkeys(FORWARDED, lambda number, _: send_signal([runner], number))
+    handlers = {number: handler for number, handler in {**handlers, signal.SIGTSTP: stop}.items()
+                if signal.getsignal(number) != signal.SIG_IGN}      # as nohup asks for
+    handlers[signal.SIGCHLD] = lambda *_: None
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
+    poll = select.poll()
+    for descriptor in (reader, channel.fileno()):
+        poll.register(descriptor, select.POLLIN)
+    pid = status = 0
+    while pid != runner:
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if channel.fileno() in ready and not answer_runner(channel, calls):
+            poll.unregister(channel)
+        if reader in ready:
+            os.read(reader, MAX_KEEPER_BYTES)
+        pid = -1
+        while pid and pid != runner:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+    for number in handlers:
+        signal.signal(number, signal.SIG_IGN if number != signal.SIGCHLD else signal.SIG_DFL)
+    return status
+
+
+def answer_runner(channel: socket.socket, calls: Dict[str, Callable[..., Any]]) -> bool:
+    """Do what the runner asks for; False if it asks no more."""
+    try:
+        text, reply = channel.recv(MAX_KEEPER_BYTES), []    # type: bytes, List[Any]
+        if text:
+            name, arguments = parse_json(text.decode())
+            try:
+                reply = [calls[name](*arguments), '', '']
+            except TorcError as error:
+                reply = [None, type(error).__name__, error.message]
+            channel.send(format_json(reply).encode())
+    except OSError:     # it has died
+        return False
+    return bool(text)
 
 
 # ======== 12a. Monitor: what the processes of jobs, and a node, use ========
@@ -16795,45 +16663,27 @@ def write_series(path: str, rows: Sequence[Tuple[str, Sequence[Any]]]) -> None:
 #
 # Owns starting, reaping and stopping. Every process is a session of its own with stdin /dev/null. Invariants:
 #
-# * No process outlives its job. What a job leaves behind is found by its session, by its mark, or as a
-#   descendant of such a process; it gets SIGTERM, soon after SIGKILL. The runner is a subreaper (prctl(2)),
-#   so that a daemon becomes its child instead of init's. All are stopped before any is killed, since what is
-#   not would fork into the room that the dead have left.
-# * A process has not ended while SIGKILL has not ended all of it (uninterruptible sleep): it is listed as
-#   unkillable, and given up only when the runner leaves.
-# * No job outlives its runner. Guardians, forked children in sessions of their own and under another name,
-#   read a pipe whose only writing end is the runner's. End of file means that the runner is gone: they kill
-#   whatever carries its mark. There are two, since one may be killed with the runner; one that dies is
-#   replaced at once.
+# * No process outlives its job. What a job leaves behind becomes our child, for we are a subreaper, and gets
+#   SIGTERM, soon after SIGKILL. Whose it is tell its session, or its environment; where neither does, it is
+#   of the last to end of those that ran when it appeared.
+# * A job has not ended while SIGKILL has not ended all of it (uninterruptible sleep): its place stays taken,
+#   until the runner leaves.
+# * What a runner leaves ends with it: see Keeper.
 #
-# PR_SET_PDEATHSIG is not used for jobs: only the process itself can set it, so that each start would need a
-# fork in Python (3 times as long as posix_spawn) or setpriv(1) (1.7 times), and it ends the shell, not what
-# the shell waits for.
-#
-# The usual job, which leaves nothing behind, pays one killpg and one read of the list of children for this.
-# Nothing here waits: whoever owns the loop calls `act` after SIGCHLD, or when it is `due`. It calls `on_end`
-# of each process of which nothing lives any more. Other programs, such as squeue(1), are asked by `query`.
+# The usual job, which leaves nothing behind, pays one read of the list of children for this. Nothing here
+# waits: whoever owns the loop calls `act` after SIGCHLD, or when it is `due`. It calls `on_end` of each
+# process of which nothing lives any more. What may block, such as squeue(1), is an Errand.
 
 # -------- what to run --------
 
-MAX_ARGUMENT_BYTES = 128 * 1024 - 1     # one argv string: MAX_ARG_STRLEN of Linux, less its NUL
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36   # linux/prctl.h
-POSIX_SPAWN_FLAGS = 0x04 | 0x08 | 0x80  # SETSIGDEF | SETSIGMASK | SETSID (glibc 2.26, musl): spawn.h
-SPAWN_STRUCTURE_BYTES = 1024            # more than any C library's attributes, file actions or signal set
+RUN_TAG = 'TORC_RUN_TAG'                # variable by which what a job has started is known
 EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault
-NUM_GUARDIANS = 2
-REPLACED_AT_ONCE, REPLACE_PAUSE_S = 20, 1.0     # so many dead guardians are replaced, then one a pause
 REPLY_TIMED_OUT, REPLY_NOT_STARTED = 124, 125       # as timeout(1); for want of what may come back
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
-UNKILLABLE_SWEEP_S = 1.0                # between looks at what SIGKILL has not ended
-# The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
-# that is lost. What it runs finds stdin, $0, $- and the open descriptors as with `-c COMMAND`.
-COMMAND_DESCRIPTOR = 9                  # sh knows no larger ones
-READ_COMMAND = (b'TORC_COMMAND=$(command -p cat <&9) || exit 126; exec 9<&-; '
-                b'eval "unset TORC_COMMAND; $TORC_COMMAND"')
+UNKILLABLE_SWEEP_S = 1.0                # between rounds of SIGKILL that have been in vain for long
 SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP,
-                 signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+                 signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGCONT)
 
 
 def encode_text(text: str) -> bytes:
@@ -16846,11 +16696,11 @@ def encode_text(text: str) -> bytes:
 
 @functools.lru_cache(maxsize=64)     # most are the same for all jobs
 def encode_variable(name: str, value: str) -> Tuple[bytes, bytes]:
-    """An entry of an environment, behind its key. ValueError if it cannot be one."""
+    """An entry of an environment. ValueError if it cannot be one."""
     key, data = encode_text(name), encode_text(value)
     if b'\0' in data or b'\0' in key or b'=' in key or not key:
         raise ValueError(f'variable {name!r} cannot be passed to a process')
-    return key, key + b'=' + data
+    return key, data
 
 
 def compose_command(script: Optional[str], command: str) -> str:
@@ -16893,79 +16743,21 @@ def format_signal(number: int) -> str:
 # -------- starting --------
 
 
-class Spawner:
-    """The C library's posix_spawn: one call that costs the same whatever the size of this process.
+def spawn(argv: Sequence[bytes], environment: Dict[bytes, bytes], descriptors: Sequence[int]) -> int:
+    """Start a program by its path, as a session of its own with these for stdin, stdout and stderr; its pid.
 
-    Measured with two output files a job, own CPU: 0.2 ms on Python 3.6, where subprocess.Popen takes 0.9 ms
-    and fork 0.6; within 10 % of Popen (vfork) and os.posix_spawn on 3.11 and later. AttributeError or OSError
-    where it is lacking.
+    posix_spawn costs the same whatever the size of this process, a fork 2.5 ms with 100 MB. OSError.
     """
-
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL(None)
-        self.text_array = functools.lru_cache(maxsize=16)(functools.partial(operator.mul, ctypes.c_char_p))
-        buffers = [ctypes.create_string_buffer(SPAWN_STRUCTURE_BYTES) for _ in range(3)]
-        self.actions, self.attributes, signals = buffers
-        self.devnull = os.open(os.devnull, os.O_RDONLY)
-        self.library.posix_spawnattr_init(self.attributes)
-        self.library.sigemptyset(signals)
-        self.library.posix_spawnattr_setsigmask(self.attributes, signals)
-        for number in RESET_SIGNALS:
-            self.library.sigaddset(signals, number)
-        self.library.posix_spawnattr_setsigdefault(self.attributes, signals)
-        code = self.library.posix_spawnattr_setflags(self.attributes, ctypes.c_short(POSIX_SPAWN_FLAGS))
-        if code:
-            raise OSError(code, os.strerror(code))
-
-    def __call__(self, argv: Sequence[bytes], environment: Sequence[bytes], outputs: Sequence[int],
-                 source: Optional[int] = None) -> int:
-        """Start a program in a session of its own; its pid. OSError as for execve(2).
-
-        It may read `source`, a descriptor of more than one digit, as COMMAND_DESCRIPTOR.
-        """
-        library, actions = self.library, self.actions
-        library.posix_spawn_file_actions_init(actions)
-        pairs = [*enumerate((self.devnull, *outputs)), *([(COMMAND_DESCRIPTOR, source)] if source else ())]
-        # glibc refuses a descriptor above the limit: what would start then writes to our own output.
-        code = max(library.posix_spawn_file_actions_adddup2(actions, descriptor, number)
-                   for number, descriptor in pairs)
-        pid = ctypes.c_int()
-        code = code or library.posix_spawn(ctypes.byref(pid), argv[0], actions, self.attributes,
-                                           self.text_array(len(argv) + 1)(*argv),
-                                           self.text_array(len(environment) + 1)(*environment))
-        library.posix_spawn_file_actions_destroy(actions)
-        if code:
-            raise OSError(code, os.strerror(code), os.fsdecode(argv[0]))
-        return pid.value
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        os.close(self.devnull)
-
-
-class PopenSpawner:
-    """The same by subprocess.Popen, for other C libraries."""
-
-    def __call__(self, argv: Sequence[bytes], environment: Sequence[bytes], outputs: Sequence[int],
-                 source: Optional[int] = None) -> int:
-        variables = dict(entry.split(b'=', 1) for entry in environment)
-        process = subprocess.Popen(
-            list(argv), env=variables, stdin=subprocess.DEVNULL, stdout=outputs[0], stderr=outputs[1],
-            start_new_session=True, close_fds=source is None,   # else execve(2) closes ours
-            preexec_fn=None if source is None else functools.partial(os.dup2, source, COMMAND_DESCRIPTOR))
-        process.returncode = 0      # reaping is ours: Popen's destructor would take the child's status away
-        return process.pid
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def make_spawner() -> Callable[..., int]:
-    """The fastest way to start a program that this system has."""
-    try:
-        return Spawner()
-    except (AttributeError, OSError):
-        return PopenSpawner()
+    actions = [(0, descriptor, number) for number, descriptor in enumerate(descriptors)]
+    with contextlib.suppress(AttributeError, NotImplementedError):     # before Python 3.8; glibc 2.26
+        actions = [(os.POSIX_SPAWN_DUP2, *pair[1:]) for pair in actions]
+        return os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsigmask=(),
+                              setsigdef=RESET_SIGNALS, setsid=True)
+    stdin, stdout, stderr = descriptors
+    process = subprocess.Popen(argv, env=environment, stdin=stdin, stdout=stdout, stderr=stderr,
+                               start_new_session=True)
+    process.returncode = 0      # reaping is ours: Popen's destructor would take the child's status away
+    return process.pid
 
 
 class Reply(Row):
@@ -16995,22 +16787,20 @@ class ProcessEnd(Row):
 
 class Process:
     """A started program. Held by the Launcher until nothing of it lives."""
-    __slots__ = ('pid', 'mark', 'on_end', 'started_at', 'started', 'end', 'kill_at', 'is_swept', 'is_killed',
-                 'give_up_at', 'reaped_ticks', 'remark')
+    __slots__ = ('pid', 'mark', 'on_end', 'started_at', 'started', 'end', 'state', 'kill_at', 'killed_at')
 
-    def __init__(self, pid: int, mark: Mark, on_end: Callable[['Process'], Any] = bool) -> None:
+    def __init__(self, pid: int, mark: bytes, on_end: Callable[['Process'], Any] = bool) -> None:
         self.pid = pid              # also the number of its session and group
-        self.mark = mark
+        self.mark = mark            # part of the environment of what it starts
         self.on_end = on_end        # called when nothing of it lives any more
         self.started_at = time.time()
         self.started = time.monotonic()
-        self.end: Optional[ProcessEnd] = None
-        self.kill_at: Optional[float] = None    # monotonic; set by stop
-        self.is_swept = False       # what it left behind was asked to end
-        self.is_killed = False      # SIGKILL was sent
-        self.give_up_at = math.inf  # monotonic; set with SIGKILL
-        self.reaped_ticks = math.inf    # clock ticks since boot; from then on the pid may become another's
-        self.remark = ''            # why it was given up
+        self.end: Optional[ProcessEnd] = None   # of the program itself
+        # running; asked (to end); left (it has ended, but not all that it started, which was asked to end);
+        # killed (all that lives of it, perhaps in vain)
+        self.state = 'running'
+        self.kill_at = math.inf     # monotonic; the next SIGKILL
+        self.killed_at = math.inf   # ... and the first
 
     def close(self, status: int, usage: Any) -> None:
         """Set how it ended, from what wait4(2) has returned."""
@@ -17023,7 +16813,6 @@ class Process:
         self.end = ProcessEnd(
             code, number, time.monotonic() - self.started, usage.ru_utime + usage.ru_stime, peak, time.time(),
             bool(number and os.WCOREDUMP(status)))
-        self.reaped_ticks = uptime_s() * os.sysconf('SC_CLK_TCK')
 
 
 def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -> str:
@@ -17036,88 +16825,6 @@ def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -
     if not line and 128 < end.return_code <= 128 + 64:      # as a shell reports a child killed by a signal
         return f'killed by {format_signal(end.return_code - 128)}, judging by its return code'
     return line
-
-
-# -------- the guardians --------
-
-def close_descriptors(kept: int) -> None:
-    """Point 0, 1, 2 to /dev/null and close all others but one."""
-    devnull = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(devnull, number)
-    try:
-        numbers = [int(name) for name in os.listdir('/proc/self/fd')]
-    except OSError:
-        numbers = list(range(3, 1024))
-    for number in numbers:
-        if number > 2 and number != kept:
-            try:
-                os.close(number)
-            except OSError:     # the one that listdir itself had open
-                pass
-
-
-def rename_process(name: str) -> None:
-    """Show another name to ps and pkill (proc(5), stat: the arguments lie from arg_start to arg_end).
-
-    Only its first word where the arguments were too short for all: half a pid would name another one.
-    """
-    title = name.encode()
-    word = title.split()[0]
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_NAME, word, 0, 0, 0)     # 15 bytes of it
-        start, end = map(int, read_proc_stat(os.getpid())[45:47])
-        room = end - start - 1      # the last byte stays 0
-        if 0 < start and room > 0:
-            shown = title if len(title) <= room else word[:room]
-            ctypes.memmove(start, shown.ljust(end - start, b'\0'), end - start)
-    except (AttributeError, OSError, ValueError):   # not Linux
-        pass
-
-
-def detach_child(name: str, kept: int) -> None:
-    """Make a forked child independent of signals, terminal and descriptors of the runner, but for one."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
-    close_descriptors(kept)
-    rename_process(name)
-
-
-def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str,
-                   last_act: Callable[[], Any] = bool) -> int:
-    """Fork a guardian, which kills what carries the mark when nobody has the pipe's writing end; its pid.
-
-    `group`: directory of the control group of the runner and its jobs, or ''. `last_act`: what else is to be
-    done then.
-    """
-    runner = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        ancestors = find_ancestors(runner)
-        detach_child(f'job-guardian of {runner}', pipe[0])
-        if group:
-            join_control_group(os.path.dirname(group))
-        os.read(pipe[0], 1)     # nothing is ever written
-        kill_control_group(group)
-        kill_family({}, [mark], time.monotonic() + UNKILLABLE_S, ancestors)
-        last_act()
-        end_leftovers()     # of a runner that was one of these processes, and its guardians
-    finally:
-        os._exit(0)
-
-
-def dismiss_guardians(pids: Set[int]) -> None:
-    """End guardians that have nothing left to guard."""
-    for step in (lambda pid: os.kill(pid, signal.SIGKILL), lambda pid: os.waitpid(pid, 0)):
-        for pid in pids:
-            with contextlib.suppress(OSError):  # SIGCHLD is ignored by whoever imports this file
-                step(pid)
-    pids.clear()
 
 
 # -------- what may block --------
@@ -17170,15 +16877,16 @@ def ask_program(argv: Sequence[str], limit_s: float, variables: Dict[str, Option
                                    stderr=subprocess.PIPE, preexec_fn=prepare)
     except (OSError, ValueError) as error:
         return reply_of_failure(argv, error)
-    with process:
-        try:
-            out, err = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            kill_trees([process.pid])
-            return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
-        except BaseException:       # Ctrl-C
-            kill_trees([process.pid])
-            raise
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
+    finally:
+        if process.returncode is None:      # Ctrl-C, too
+            await_ends(kill_trees([process.pid]), 0.5)      # longer lives what hangs in the kernel
+            process.returncode = -int(signal.SIGKILL)
+        process.stdout.close()
+        process.stderr.close()
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Reply(code, out.decode('utf-8', 'replace'), err.decode('utf-8', 'replace'))
 
@@ -17189,134 +16897,61 @@ def ask_program(argv: Sequence[str], limit_s: float, variables: Dict[str, Option
 class Launcher:
     """Starts, reaps and stops the processes of one runner. Not thread-safe: one loop owns it."""
 
-    def __init__(self, wake: Callable[[], Any] = bool) -> None:
-        """`wake` ends the wait of the loop; threads call it."""
+    def __init__(self, wake: Callable[[], Any] = bool, keeper: Optional[Keeper] = None) -> None:
+        """`wake` ends the wait of the loop; threads call it. Who is no program of its own has no keeper."""
         self.wake = wake
-        self.mark = runner_mark(os.getpid(), read_process_start_ticks(os.getpid()))
-        self.own_number = read_mark_number(os.getpid())     # of the runner whose job we are, or -1
-        self.serials = itertools.cycle(range(1 << SERIAL_BITS))
-        self.used_serials: Set[int] = set()
-        self.spawn = make_spawner()
-        self.running: Dict[int, Process] = {}
-        self.sweeping: List[Process] = []           # ended, but something of them may live
-        self.children: Dict[Process, None] = {}     # both, in the order of their starts
+        self.keeper = keeper
+        self.running: Dict[int, Process] = {}       # by pid; those that were not waited for
+        self.children: Dict[Process, None] = {}     # these, and those that have left something
+        self.strangers: Dict[int, Set[Process]] = {}    # children that we did not start -> whose they may be
         self.queries: List[Tuple[Errand, Callable[[Reply], Any]]] = []
-        self.adopted: Set[int] = set()              # children that we did not start: daemons of jobs
-        self.unkillable: Dict[Process, str] = {}    # what lives though it was killed long ago, and where
-        self.gives_up = False       # ... is taken as ended
-        self.has_lost = False       # ... was, once
+        self.gives_up = False       # what SIGKILL does not end is taken as ended
         self.last_at = math.inf     # monotonic; nothing is waited for any longer
-        self.environment = {name: name + b'=' + value for name, value in os.environb.items()
+        self.environment = {name: value for name, value in os.environb.items()
                             if os.fsdecode(name) not in SECRETS}
-        self.outer_tag = os.environ.get(RUN_TAG, '')    # of a runner whose job we are: it must find ours, too
-        self.next_sweep = math.inf
+        pid, self.session = os.getpid(), os.getsid(0)
+        self.tag = encode_text(f'{os.environ.get(RUN_TAG, "")}{pid}.{read_process_start_ticks(pid)}-')
+        self.devnull = os.open(os.devnull, os.O_RDONLY)
         self.seal_inherited_descriptors()
-        self.group = make_control_group(f'{GROUP_PREFIX}{self.mark.number:x}')
-        self.pipe = os.pipe()
-        self.guardians: Set[int] = set()
-        self.last_act = bool        # type: Callable[[], Any]  # what they do when we have died
-        self.replace_at = 0.0       # monotonic; no guardian is replaced before
-        self.become_subreaper(True)
-        self.proc_children = ProcChildren(os.getpid())
-        self.exempt: Set[int] = set()       # children that belong to no job: never touched
-        self.exempt_children()
-        self.replace_guardians()
+        self.exempt = frozenset(read_children(pid))     # of who runs us
+        self.adopted_before = adopt_orphans(True)
+        # The first thread's children, among which are all that were adopted. To open a file takes longer.
+        path = f'/proc/self/task/{pid}/children'
+        self.listing = open(path, 'rb', buffering=0) if has_proc_children() else None
 
     @staticmethod
     def seal_inherited_descriptors() -> None:
         """Keep descriptors of our own parent out of the jobs: a lock held for ever is hard to find."""
-        try:
-            names = os.listdir('/proc/self/fd')
-        except OSError:
-            return
-        for number in map(int, names):
-            if number > 2:
-                try:
-                    os.set_inheritable(number, False)
-                except OSError:     # the one that listdir itself had open
-                    pass
+        for number in map(int, os.listdir('/dev/fd')):
+            with contextlib.suppress(OSError):  # the one that listdir itself had open
+                os.set_inheritable(number, number < 3)
 
-    @staticmethod
-    def become_subreaper(adopts: bool) -> None:
-        """Adopt orphaned descendants from now on, or no longer, on Linux."""
-        try:
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
-        except AttributeError:  # not Linux: what leaves its session is found by its mark alone
-            pass
-
-    def exempt_children(self) -> None:
-        """Exclude children that belong to no job from clean-up, such as a server started through us."""
-        for pid in self.proc_children.read():
-            if not self.is_known(pid) and pid not in self.adopted:
-                self.exempt.add(pid)
-                if self.group:
-                    join_control_group(os.path.dirname(self.group), pid)
-
-    def is_known(self, pid: int) -> bool:
-        """Whether a child was started by us, or is exempt."""
-        return pid in self.running or pid in self.guardians or pid in self.exempt
-
-    def replace_guardians(self) -> None:
-        """Replace guardians that were killed."""
-        for pid in list(self.guardians):
-            try:
-                ended, _ = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file
-                ended = pid
-            if ended:
-                self.guardians.remove(pid)
-        now = time.monotonic()
-        while len(self.guardians) < NUM_GUARDIANS and now >= self.replace_at:
-            self.replace_at = max(self.replace_at, now - REPLACED_AT_ONCE * REPLACE_PAUSE_S) + REPLACE_PAUSE_S
-            with contextlib.suppress(OSError):  # the node has no room for processes at present
-                self.guardians.add(start_guardian(self.mark, self.pipe, self.group, self.last_act))
-
-    def guard(self, last_act: Callable[[], Any]) -> None:
-        """Let the guardians do something more when this process has died."""
-        self.last_act = last_act
-        old, self.guardians, self.replace_at = self.guardians, set(), 0.0
-        self.replace_guardians()
-        if self.guardians:
-            dismiss_guardians(old)
-        else:       # there is no room for new ones
-            self.guardians = old
+    def guard(self, name: str, *arguments: Any) -> None:
+        """Let the keeper do something more when this process has died."""
+        if self.keeper is not None:
+            self.keeper.call('at_end', name, *arguments)
 
     # ---- starting ----
 
-    def start(self, argv: Sequence[bytes], variables: Dict[str, Optional[str]], descriptors: Sequence[int],
-              name: str, on_end: Callable[[Process], Any] = bool,
-              check: Callable[[], Any] = bool) -> Process:
-        """Start a program by its path, with variables over our environment. `name` makes its mark unique.
+    def start(self, argv: Sequence[bytes], variables: Dict[str, Optional[str]], outputs: Sequence[int],
+              name: str, on_end: Callable[[Process], Any] = bool) -> Process:
+        """Start a program by its path, with variables over our environment; one that is None is removed.
 
-        A variable that is None is removed.
-
-        `descriptors`: its stdout, its stderr, and perhaps one more, of at least two digits, which it may read
-        as COMMAND_DESCRIPTOR. `check` is called at the last moment; it may raise an OSError in place of the
-        start. OSError if it cannot be started, ValueError if it cannot be passed to the system (NUL, lone
-        surrogate).
+        `outputs`: its stdout and stderr. `name` tells it from all others. OSError if it cannot be started,
+        ValueError if it cannot be passed to the system (NUL, lone surrogate).
         """
-        entries = dict(self.environment)
+        environment = dict(self.environment)
         for variable, value in variables.items():
             if value is None:
-                entries.pop(encode_text(variable), None)
+                environment.pop(encode_text(variable), None)
             else:
-                key, entry = encode_variable(variable, value)
-                entries[key] = entry
+                key, environment[key] = encode_variable(variable, value)
+        mark = self.tag + encode_text(name) + b';'
+        environment[RUN_TAG.encode()] = mark
         if b'\0' in b''.join(argv):
             raise ValueError('the command contains a NUL character')
-        serial = next(self.serials)
-        while serial in self.used_serials:
-            serial = next(self.serials)
-        mark = Mark(self.mark.text + encode_text(name + ';'), self.mark.number << SERIAL_BITS | serial, 0)
-        entries[RUN_TAG.encode()] = encode_text(f'{RUN_TAG}={self.outer_tag}') + mark.text
-        set_mark_number(mark.number)
         began = time.monotonic()        # what it uses before execve(2) counts, too
-        try:
-            check()
-            pid = self.spawn(argv, list(entries.values()), descriptors[:2], *descriptors[2:])
-        finally:
-            set_mark_number(self.own_number)
-        self.used_serials.add(serial)
+        pid = spawn(argv, environment, (self.devnull, *outputs))
         process = self.running[pid] = Process(pid, mark, on_end)
         process.started = began
         self.children[process] = None
@@ -17335,11 +16970,8 @@ class Launcher:
     # ---- reaping ----
 
     def due(self) -> float:
-        """When `act` or `kill_due` has something to do even if no SIGCHLD comes (monotonic, or infinite)."""
-        times = [process.give_up_at if process.is_killed else process.kill_at
-                 for process in self.running.values() if process.kill_at is not None]
-        times += [self.next_sweep] + [self.replace_at] * (len(self.guardians) < NUM_GUARDIANS)
-        return min(times)
+        """When `kill_due` has something to do even if no SIGCHLD comes (monotonic, or infinite)."""
+        return min((process.kill_at for process in self.children), default=math.inf)
 
     def act(self, now: float) -> None:
         """Reap, and call `on_end` of every process of which nothing lives any more."""
@@ -17347,27 +16979,30 @@ class Launcher:
         self.queries = [query for query in self.queries if query not in answered]
         for errand, on_reply in answered:
             on_reply(errand.result or Reply(REPLY_NOT_STARTED, '', errand.error))
-        for process in self.poll() + self.give_up():
-            self.children.pop(process, None)
-            self.unkillable.pop(process, None)
+        for process in self.poll():
             process.on_end(process)
 
     def poll(self) -> List[Process]:
         """Processes of which nothing lives any more, each once, with `end` set."""
-        self.replace_guardians()
-        ended = [process for process in list(self.running.values()) if self.take_status(process)]
-        marks = self.look_for_adopted() if ended or self.adopted else ()
-        if not (ended or self.sweeping):
+        if not self.children:
             return []
-        snapshot = ProcSnapshot()
+        ended = [process for process in list(self.running.values()) if self.take_status(process)]
+        self.look_for_strangers()
+        for owners in self.strangers.values():
+            others = owners.difference(ended)
+            owners.intersection_update(others or [*owners][-1:])    # the last one that runs has it in the end
         done = []
-        for process in ended:
-            has_leftovers = signal_group(process.pid, 0) or process.mark.number in marks \
-                or any(snapshot.has_mark(pid, [process.mark]) for pid in self.adopted)
-            (self.sweeping if has_leftovers else done).append(process)
-        if self.sweeping:
-            done += self.sweep(snapshot)
-        self.used_serials.difference_update(process.mark.number % (1 << SERIAL_BITS) for process in done)
+        for process in [process for process in self.children if process.end is not None]:
+            roots = self.roots_of(process)
+            if not roots:
+                done.append(process)
+            elif process.state in ('running', 'asked'):
+                process.state = 'left'
+                process.kill_at = min(process.kill_at, time.monotonic() + LEFTOVER_TERM_S)
+                self.send(list_trees(roots, lambda pid: not is_keeper(pid)), signal.SIGTERM)
+        done += self.give_up()
+        for process in done:
+            del self.children[process]
         return done
 
     def take_status(self, process: Process) -> bool:
@@ -17376,59 +17011,46 @@ class Launcher:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file: the status is lost
             pid, status, usage = process.pid, signal.SIGKILL, resource.struct_rusage((0,) * 16)
-        if not pid:
-            return False
-        process.close(status, usage)
-        del self.running[process.pid]
-        return True
+        if pid:
+            process.close(status, usage)
+            del self.running[process.pid]
+        return bool(pid)
 
-    def look_for_adopted(self) -> Set[int]:
-        """Reap adopted processes that have ended, and find those that live; the numbers of the marks of both.
+    def is_foreign(self, pid: int) -> bool:
+        """Whether a child is none of a job's: a thread's, or of who runs us."""
+        return pid in self.exempt or session_of(pid) == self.session
 
-        Of what forks and ends again and again, something is our child at each moment, be it a zombie.
-        """
-        numbers = {pid: read_mark_number(pid)       # a zombie has limits, too
-                   for pid in self.proc_children.read() if not self.is_known(pid)}
-        self.adopted = set(numbers)
-        for pid in numbers:
+    def look_for_strangers(self) -> None:
+        """Reap children that we did not start, and see whose those are that live."""
+        self.listing and self.listing.seek(0)
+        pids = map(int, self.listing.read().split()) if self.listing else read_children(os.getpid())
+        found = {}
+        for pid in pids:
+            if pid in self.running or self.is_foreign(pid):
+                continue
             with contextlib.suppress(ChildProcessError):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    self.adopted.discard(pid)
-        return set(numbers.values())
+                if not os.waitpid(pid, os.WNOHANG)[0]:
+                    found[pid] = self.strangers.get(pid) or self.owners_of(pid)
+        self.strangers = found
 
-    def sweep(self, snapshot: ProcSnapshot) -> List[Process]:
-        """Signal what ended processes have left; those of which nothing lives, or that are abandoned."""
-        now = time.monotonic()
-        families = {process: snapshot.family({process.pid: process.reaped_ticks}, [process.mark])
-                    for process in self.sweeping}
-        marks, done = self.look_for_adopted(), []   # whose came while we looked is there still, and forks
-        for process, family in families.items():
-            is_over = not family and process.mark.number not in marks
-            if is_over or now >= process.give_up_at and self.may_give_up(process, family):
-                done.append(process)
-            elif not process.is_swept and not process.is_killed:
-                process.is_swept = True
-                kill_at = now + LEFTOVER_TERM_S
-                process.kill_at = kill_at if process.kill_at is None else min(kill_at, process.kill_at)
-                self.signal_all(family, signal.SIGCONT, signal.SIGTERM)
-            elif now >= process.kill_at or process.is_killed:
-                self.mark_killed(process, now)
-                family = freeze_family({process.pid: process.reaped_ticks}, [process.mark])
-                self.signal_all(family, signal.SIGKILL)
-                if not family:
-                    hunt([os.getpid()], [process.mark], HUNT_S)
-        self.sweeping = [process for process in self.sweeping if process not in done]
-        pauses = [UNKILLABLE_SWEEP_S if process in self.unkillable else SWEEP_INTERVAL_S
-                  for process in self.sweeping]
-        self.next_sweep = now + min(pauses, default=math.inf)
-        return done
+    def owners_of(self, pid: int) -> Set[Process]:
+        """Whose a stranger may be: one that it names, or all that run, or at least have not all ended."""
+        session, environ = session_of(pid), read_proc_file(pid, 'environ')
+        for process in reversed(list(self.children)):   # a number may be that of an earlier one, too
+            if process.pid == session or process.mark in environ:
+                return {process}
+        return {process for process in self.children if process.state != 'left'} or set(self.children)
+
+    def roots_of(self, process: Process) -> List[int]:
+        """What lives of a process and is our child: itself, and what it has left behind."""
+        own = [process.pid] if process.end is None else []
+        return own + [pid for pid, owners in self.strangers.items() if owners == {process}]
 
     @staticmethod
-    def signal_all(family: Dict[int, int], *numbers: int) -> None:
-        """Signal processes, each after a look at its start time."""
-        for pid, ticks in family.items():
-            for number in numbers:
-                signal_process(pid, ticks, number)
+    def send(pids: Sequence[int], number: int) -> None:
+        """Send a signal, then SIGCONT: a stopped process finds it before it can stop itself again."""
+        send_signal(pids, number)
+        send_signal(pids, signal.SIGCONT)
 
     # ---- stopping ----
 
@@ -17439,143 +17061,77 @@ class Launcher:
     def stop_all(self, processes: Sequence[Process], number: int, lead_s: float) -> None:
         """Ask processes to end, with all that they have started; SIGKILL follows after `lead_s`.
 
-        The signal goes to whole groups at once, and to each descendant elsewhere; only the jobs of a runner
-        that is a job itself are left to that runner. SIGCONT comes second: a stopped process then finds the
-        signal before it can stop itself again.
+        The jobs of a runner that is a job itself are left to that runner.
         """
-        running = [process for process in processes if process.end is None]
-        others = {}     # type: Dict[int, int]
-        if running and number != signal.SIGKILL:    # kill_due does the same for that
-            marks, groups = [process.mark for process in running], {process.pid for process in running}
-            snapshot = ProcSnapshot()
-            family = snapshot.family(dict.fromkeys(groups, math.inf), marks)
-            others = {pid: ticks for pid, ticks in family.items()
-                      if snapshot.rows[pid].group not in groups and not snapshot.is_inner(pid, marks)}
-        for sent in (number, signal.SIGCONT):
-            for process in running:
-                signal_group(process.pid, sent)
-            self.signal_all(others, sent)
         kill_at = time.monotonic() + max(lead_s, 0)
+        if number != signal.SIGKILL:        # kill_due does the same for that
+            self.look_for_strangers()
         for process in processes:
-            process.kill_at = min(kill_at, math.inf if process.kill_at is None else process.kill_at)
+            process.kill_at = min(kill_at, process.kill_at)
+            if process.state == 'running' and number != signal.SIGKILL:
+                process.state = 'asked'
+                self.send(list_trees(self.roots_of(process), lambda pid: not is_keeper(pid)), number)
 
     def kill_due(self) -> List[Process]:
-        """SIGKILL every stopped child whose time is over, with its family; those that were killed now."""
+        """SIGKILL all that lives of processes whose time is over; those that ran until now."""
         now = time.monotonic()
-        due = [process for process in self.running.values() if process.kill_at is not None
-               and now >= process.kill_at and not process.is_killed]
-        self.kill(due, now)
-        return due
-
-    def kill(self, processes: Sequence[Process], now: float) -> None:
-        """SIGKILL processes that may still run, with all of their families."""
-        if processes:
-            marks = [process.mark for process in processes]
-            family = freeze_family({process.pid: process.reaped_ticks for process in processes}, marks)
-            for process in processes:
-                self.mark_killed(process, now)
-                if process.end is None:
-                    signal_group(process.pid, signal.SIGKILL)
-            self.signal_all(family, signal.SIGKILL)
+        due = [process for process in self.children if now >= process.kill_at]
+        if due:
+            self.look_for_strangers()
+            kill_trees([pid for process in due for pid in self.roots_of(process)])
+        new = [process for process in due if process.state != 'killed']
+        for process in due:
+            process.killed_at = min(now, process.killed_at)
+            pause_s = SWEEP_INTERVAL_S if now < process.killed_at + 1 else UNKILLABLE_SWEEP_S
+            process.state, process.kill_at = 'killed', now + pause_s
+        return [process for process in new if process.end is None]
 
     def kill_children(self) -> List[Process]:
         """SIGKILL all of `children`, now; those that were killed."""
         self.stop_all(list(self.children), signal.SIGKILL, 0)
         return self.kill_due()
 
-    def mark_killed(self, process: Process, now: float) -> None:
-        """SIGKILL is sent: from here on the wait is bounded."""
-        if not process.is_killed:
-            process.is_killed = True
-            process.give_up_at = min(now + UNKILLABLE_S, max(now, self.last_at))
+    @property
+    def unkillable(self) -> List[Process]:
+        """What lives though it was killed long ago."""
+        until = time.monotonic() - UNKILLABLE_S
+        return [process for process in self.children if process.killed_at <= until]
 
     def give_up_unkillable(self) -> None:
         """From now on take what SIGKILL does not end in time as ended: nobody can wait for it."""
         self.gives_up = True
-        for process in self.unkillable:
-            process.give_up_at = 0.0
-
-    def may_give_up(self, process: Process, pids: Iterable[int]) -> bool:
-        """Whether a process that SIGKILL has not ended is taken as ended; if not, it is listed."""
-        what = describe_unkillable(pids)
-        if self.gives_up or not what:
-            process.remark = what and f'SIGKILL did not end it: {what}'
-            return True
-        self.unkillable[process], process.give_up_at = what, math.inf
-        return False
 
     def give_up(self) -> List[Process]:
-        """Processes that SIGKILL could not end (uninterruptible sleep), taken as ended."""
-        now = time.monotonic()
-        lost = []
-        for process in self.running.values():
-            if now >= process.give_up_at and not read_process_start_ticks(process.pid):
-                process.give_up_at = now + UNKILLABLE_SWEEP_S   # a zombie, until its last thread has ended
-            elif now >= process.give_up_at and self.may_give_up(process, [process.pid]):
-                lost.append(process)
-        self.has_lost = self.has_lost or bool(lost)
+        """Processes that SIGKILL could not end, taken as ended."""
+        lost = self.unkillable if self.gives_up else []
         for process in lost:
-            del self.running[process.pid]
-            self.exempt.add(process.pid)
-            wall_s = now - process.started
-            process.end = ProcessEnd(128 + signal.SIGKILL, signal.SIGKILL, wall_s, 0.0, 0, time.time())
+            if self.running.pop(process.pid, None):
+                self.strangers[process.pid] = {process}     # and nobody else's
+                wall_s = time.monotonic() - process.started
+                process.end = ProcessEnd(128 + signal.SIGKILL, signal.SIGKILL, wall_s, 0.0, 0, time.time())
         return lost
 
     def close(self) -> None:
-        """Kill what is left of anything started here, then the guardians; give everything back."""
-        self.stop_all(list(self.running.values()), signal.SIGKILL, 0)
-        self.look_for_adopted()
-        now = time.monotonic()
-        until = max(now + SWEEP_INTERVAL_S, min(now + UNKILLABLE_S, now if self.has_lost else self.last_at))
-        if self.running or self.adopted or self.sweeping:
-            kill_family(dict.fromkeys(self.running, math.inf), [self.mark], until)
-        self.kill_adopted(until)
-        self.poll()
-        if self.group:
-            join_control_group(os.path.dirname(self.group))
-            if own_control_group() == os.path.dirname(self.group):
-                kill_control_group(self.group)
-        dismiss_guardians(self.guardians)
-        for descriptor in self.pipe:
-            os.close(descriptor)
-        self.become_subreaper(False)
-        self.proc_children.close()
-        self.spawn.close()
-
-    def kill_adopted(self, until: float) -> None:
-        """Kill adopted children until none is left: what they leave behind becomes our child in turn."""
-        while self.look_for_adopted() and time.monotonic() < until:
-            for pid in self.adopted:
-                with contextlib.suppress(OSError):      # a set-user-ID program
-                    os.kill(pid, signal.SIGKILL)        # our own unreaped child: the number is nobody else's
-            time.sleep(0.0001 if self.has_lost else 0)
+        """Kill what is left of anything started here, for so long as there is time; give everything back."""
+        limit_s = max(SWEEP_INTERVAL_S, min(UNKILLABLE_S, self.last_at - time.monotonic()))
+        end_children(self.is_foreign, limit_s)
+        self.listing and self.listing.close()
+        os.close(self.devnull)
+        adopt_orphans(self.adopted_before)
 
 
 class Shell:
-    """Turns shell commands into programs with arguments. bash where there is one, else sh."""
+    """Starts shell commands: by bash where there is one, else sh."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.path = shutil.which('bash') or shutil.which('sh') or '/bin/sh'
 
     def start(self, command: str, variables: Dict[str, str], outputs: Sequence[int], name: str,
-              on_end: Callable[[Process], Any] = bool, check: Callable[[], Any] = bool) -> Process:
-        """Start a command of any length, otherwise as Launcher.start."""
-        text, shell = encode_text(command), encode_text(self.path)
-        if len(text) <= MAX_ARGUMENT_BYTES or b'\0' in text:
-            return self.launcher.start([shell, b'-c', text], variables, outputs, name, on_end, check)
-        try:
-            with tempfile.TemporaryFile() as file:     # O_EXCL, 0600, and no name from then on
-                file.write(text)
-                file.seek(0)
-                source = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1)
-        except OSError as error:    # no fault of the job's: a full disk, say
-            raise OSError(errno.EAGAIN, f'no temporary file for a long command: {error.strerror}') from None
-        try:
-            argv = [shell, b'-c', READ_COMMAND]
-            return self.launcher.start(argv, variables, [*outputs, source], name, on_end, check)
-        finally:
-            os.close(source)
+              on_end: Callable[[Process], Any] = bool) -> Process:
+        """Start a command, otherwise as Launcher.start."""
+        argv = [encode_text(self.path), b'-c', encode_text(command)]
+        return self.launcher.start(argv, variables, outputs, name, on_end)
 
 
 # ======== 14. Slurm: its programs, what they print, and their states ========
@@ -17620,10 +17176,9 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     return {**dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
 
 
-def end_with_parent() -> Optional[Callable[[], Any]]:
+def end_with_parent() -> Callable[[], Any]:
     """What a child is to call before its exec, to be killed when the thread that started it ends (Linux)."""
-    prctl = getattr(ctypes.CDLL(None), 'prctl', None)
-    return prctl and functools.partial(prctl, PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    return functools.partial(call_prctl, PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
@@ -19044,7 +18599,7 @@ def format_batch_script(submission: Submission, words: Sequence[str], caller: Ca
              f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}:",
              '# sbatch ' + printable_line(' '.join(map(shlex.quote, words))), '',
              '# They clash with the --mem of its steps; the last one is the mark of a runner that submits.',
-             f'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU {RUN_TAG}']
+             'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU TORC_RUN_TAG']
     if caller.token_file:
         lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
     program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
@@ -19907,6 +19462,7 @@ SHARED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 SHARED_SIGNAL_S = 0.5       # who signals a whole control group, as slurmd(8) does, reaches the runner by then
 LEAVE_S = 5.0               # before the end of its time, at most, a runner kills all and reports
 LAST_REPORT_S = 10.0        # an interrupted runner tries so long to report to an unreachable server
+PAIR_S = 0.5                # within it a second SIGINT is the first one, come by another way
 READ_DEADLINE_S = 5.0       # for an answer that has begun to come
 RECONNECT_S = 1.0           # so long at a time an unreachable server is looked for: children wait meanwhile
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
@@ -20736,7 +20292,6 @@ class ServerLink(Part):
         self.ledger = ledger
         self.pace = Pace(context.options)
         self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
-        self.servers_exempt = client.servers_started    # those from before are not our children
         self.outbox = {kind: [] for kind in OUTBOX}     # type: Dict[str, List[Any]]
         # of the server
         self.state = 'online'       # see above
@@ -20915,8 +20470,6 @@ class ServerLink(Part):
         except OUTAGES as error:
             self.on_no_answer(error)
             return False
-        finally:
-            self.exempt_server()
         # Behind a new connection may be a server that is back as an older copy.
         is_new, self.times_opened = self.client.times_opened != self.times_opened, self.client.times_opened
         self.is_doubtful = self.is_doubtful or is_new or not self.has_lease
@@ -21053,12 +20606,6 @@ class ServerLink(Part):
         elif context.options.drains:
             context.say('no job is started until the server is back, which is asked every '
                         f'{context.options.ping_interval_s:g} s; what runs goes on', 'warning')
-
-    def exempt_server(self) -> None:
-        """A server that was started through us has become our child, but it is no job's."""
-        if self.client.servers_started != self.servers_exempt:
-            self.servers_exempt = self.client.servers_started
-            self.launcher.exempt_children()
 
 
 class OfflineDrain(Part):
@@ -21288,9 +20835,6 @@ class DirectStarter(Part):
             return None
         verdict = judge_end(end, attempt.stopped_for, context.stop_signal,
                             context.config['timeout_exit_code'], attempt.stopped_by)
-        if process.remark:
-            context.say(f'{attempt.name}: {process.remark}', 'warning')
-            verdict = verdict._replace(message='; '.join(filter(None, (verdict.message, process.remark))))
         return verdict
 
 
@@ -21978,7 +21522,7 @@ class Monitor(Part):
         if self.settings.jobs:
             process = attempt.process
             limit_bytes = attempt.needs.memory_bytes if self.context.config['limit_resources'] else 0
-            tree = JobTree(process.pid, process.mark.text, process.started,
+            tree = JobTree(process.pid, process.mark, process.started,
                            limit_bytes if limit_bytes > UNSTATED_MEMORY_BYTES else 0)
             self.sampler.add(attempt, tree, process.started)
 
@@ -22106,12 +21650,13 @@ def end_steps(directory: str, job_id: str) -> None:
 
     The directory is moved away first: a step that begins only now finds no notes, and ends. When both
     processes of srun(1) are killed, its step runs on (22.05): it is the second that cancels it for the first.
+    So the runner's keeper does it for a runner that was killed.
     """
     gone = f'{directory}.gone'
     try:
         os.rename(directory, gone)
         paths = [os.path.join(gone, name) for name in os.listdir(gone) if name.endswith('.notes')]
-    except OSError:     # the other guardian was faster, or no step was ever started
+    except OSError:     # the runner itself has done it, or no step was ever started
         return
     notes = [parse_step_notes(read_proc_text(path).decode('utf-8', 'replace')) for path in paths]
     numbers = [one.number for one in notes if one.number.isdigit() and one.return_code is None]
@@ -22231,7 +21776,7 @@ class SlurmStarter(Part):
         # Their own limit is rounded up, and slurmctld looks each 30 s: it is a second line.
         self.stop_before_s = context.config['sigkill_headroom_seconds']
         self.kill_before_s = self.stop_before_s / 2
-        launcher.guard(functools.partial(end_steps, self.directory, self.allocation.job_id))
+        launcher.guard('end_steps', self.directory, self.allocation.job_id)
 
     # ---- starting ----
 
@@ -22364,7 +21909,7 @@ class SlurmStarter(Part):
                                    job_id=attempt.id, pid=process.pid)
             process.kill_at = now + STEP_KILL_S
             if not attempt.step.notes.number and process.end is None:
-                signal_process(process.pid, read_process_start_ticks(process.pid), signal.SIGTERM)
+                send_signal([process.pid], signal.SIGTERM)
         self.call_scancel([attempt for attempt in attempts if attempt.step.notes.number])
 
     def close(self) -> None:
@@ -23025,7 +22570,8 @@ class Wakeup:
     Needs the main thread (signal.set_wakeup_fd). What was set before is set again by `close`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeper: Optional[Keeper] = None) -> None:
+        self.keeper = keeper
         self.lock = threading.Lock()        # of `writer`
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
@@ -23048,16 +22594,19 @@ class Wakeup:
         return {number for number, _ in poll.poll(math.ceil(timeout_s * 1000))}
 
     def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
-        """Wait for a signal, the answer to a request, or the timeout; which signals came."""
+        """Wait for a signal, the answer to a request, or the timeout; which signals came.
+
+        SIGCONT is told only of a keeper that has died, by which all that runs was killed.
+        """
         number = -1 if pending is None else pending.fileno()
         timeout_s = 0 if pending is not None and number < 0 else timeout_s
         numbers = [self.reader, number] if number >= 0 else [self.reader]
-        if self.reader not in self.readable(numbers, timeout_s):
-            return []
-        try:
-            return list(os.read(self.reader, 65536))
-        except BlockingIOError:
-            return []
+        found = b''
+        with contextlib.suppress(BlockingIOError):
+            if self.reader in self.readable(numbers, timeout_s):
+                found = os.read(self.reader, 65536)
+        is_lost = self.keeper is not None and self.keeper.is_gone
+        return [number for number in found if number != signal.SIGCONT] + [signal.SIGCONT] * is_lost
 
     def wake(self) -> None:
         """End the wait; another thread may call this."""
@@ -23091,6 +22640,7 @@ class Shutdown(Part):
         self.left_work = ''         # why it leaves, in words, if work was left
         self.began = time.monotonic()
         self.interrupted_by = None  # type: Optional[int]
+        self.interrupted_at = math.inf  # monotonic
         self.is_killed = False      # everything was: a second signal, or the very end
         self.set_end()
 
@@ -23160,21 +22710,24 @@ class Shutdown(Part):
                                    job_id=attempt and attempt.id, pid=process.pid)
 
     def on_signal(self, number: int) -> None:
-        """The first asks jobs to end. A second SIGINT kills them; others often come in pairs: a shell sends
-        SIGHUP beside the terminal's, systemd(1) SIGHUP beside SIGTERM, the kernel SIGXCPU each second."""
-        name = signal.Signals(number).name
-        if self.interrupted_by is not None:
-            if number == signal.SIGINT and not self.is_killed:
-                self.context.say('killing all jobs', 'warning')
-                self.kill_all()
-            return
-        self.interrupted_by = number
-        self.launcher.act(time.monotonic())     # what has ended by itself was not stopped
-        count = self.dispatcher.attempts.count(*STARTED)
-        self.context.log.write(f'Termination requested ({name} received).', 'warning')
-        again = 'again' if number == signal.SIGINT else 'SIGINT'
-        self.context.say(f"{name}: stopping {counted(count, 'job')}; {again} to kill at once", 'warning')
-        self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
+        """The first asks jobs to end. A second SIGINT kills them, unless it is the first, by another way:
+        who signals a whole Slurm step means us and our keeper. Others often come in pairs: a shell sends
+        SIGHUP beside the terminal's, systemd(1) beside SIGTERM, the kernel SIGXCPU each second. SIGCONT: our
+        keeper was killed."""
+        now, name, config = time.monotonic(), signal.Signals(number).name, self.context.config
+        is_last = number == signal.SIGCONT or number == signal.SIGINT and now > self.interrupted_at + PAIR_S
+        if self.interrupted_by is None:
+            self.interrupted_by, self.interrupted_at = number, now
+            self.launcher.act(now)      # what has ended by itself was not stopped
+            count = self.dispatcher.attempts.count(*STARTED)
+            self.context.log.write(f'Termination requested ({name} received).', 'warning')
+            again = 'again' if number == signal.SIGINT else 'SIGINT'
+            self.context.say('the process above this runner was killed' if is_last else
+                             f"{name}: stopping {counted(count, 'job')}; {again} to kill at once", 'warning')
+            self.leave('interrupt', config['sigterm_lead_seconds'])
+        if is_last and not self.is_killed:
+            self.context.say('killing all jobs', 'warning')
+            self.kill_all()
 
     def leave(self, reason: str, lead_s: float = 0.0, words: str = '') -> None:
         """Claim nothing more. For one of SIGNAL_REASONS, stop what runs, unless that has begun.
@@ -23214,16 +22767,16 @@ class UnkillableReport(Part):
 
     def act(self, now: float) -> None:
         """Say what is new."""
-        unkillable, reported = self.launcher.unkillable, self.reported
-        for process in unkillable.keys() - reported:
+        unkillable, reported = set(self.launcher.unkillable), self.reported
+        for process in unkillable - reported:
             attempt = self.attempts.find(process)
             self.context.say(f"{attempt.name if attempt else 'a script'}: {UNKILLABLE_S:g} s after SIGKILL "
-                             f'{unkillable[process]}; its slot stays taken, and no more jobs are started, '
-                             'until that has ended', 'warning')
+                             'something of it lives (uninterruptible sleep); its slot stays taken, and no '
+                             'more jobs are started, until that has ended', 'warning')
         if reported and not unkillable:
             self.context.say('what SIGKILL did not end has ended: jobs are started again')
             self.link.poll_now()
-        self.reported = set(unkillable)
+        self.reported = unkillable
 
 
 class ExitRules:
@@ -23604,24 +23157,10 @@ class Runner:
         return error
 
 
-def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wakeup: Wakeup,
-                    variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
-    """Call a program before the loop begins, or after its end. A signal ends the wait (KeyboardInterrupt)."""
-    replies, until = [], time.monotonic() + limit_s + 1.0   # type: List[Reply], float
-    launcher.query(argv, limit_s, replies.append, variables)
-    while not replies and time.monotonic() < until:
-        launcher.act(time.monotonic())
-        wait_s = 0.0 if replies else min(launcher.due(), until) - time.monotonic()
-        if set(wakeup.wait(max(0.0, wait_s))) - {signal.SIGCHLD}:
-            raise KeyboardInterrupt
-    return replies[0] if replies else Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer')
-
-
-def look_for_allocation(options: RunnerOptions, launcher: Launcher,
-                        wakeup: Wakeup) -> Tuple[Optional[Allocation], str]:
+def look_for_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
     """The Slurm job around us, and what the user should know of it."""
     def ask(argv: List[str]) -> Reply:
-        return ask_before_work(argv, SLURM_QUERY_S, launcher, wakeup, query_variables())
+        return ask_program(argv, SLURM_QUERY_S, query_variables())
     found, notice = find_allocation(ask, os.environ, is_in_step(os.environ), options.is_subtask)
     if found is not None:
         found.record_id = options.record_id
@@ -23655,7 +23194,11 @@ def finish_allocation(runner: Runner, client: Any) -> None:
     limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
 
     def ask(argv: List[str]) -> Reply:
-        return ask_before_work(argv, limit_s, runner.launcher, runner.wakeup, query_variables())
+        errand = runner.launcher.begin(functools.partial(ask_program, argv, limit_s, query_variables()))
+        while not errand.look():
+            if set(runner.wakeup.wait(limit_s)) - {signal.SIGCHLD}:
+                raise KeyboardInterrupt
+        return errand.result or Reply(REPLY_NOT_STARTED, '', errand.error)
     try:
         if is_stopped and not runner.link.answer['is_canceled']:
             note_requeue(context, client, ask)
@@ -23667,19 +23210,15 @@ def finish_allocation(runner: Runner, client: Any) -> None:
         pass
 
 
-def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> Tuple[int, List[str]]:
-    """GPUs here, where neither options nor environment name them, and what went wrong in finding them.
-
-    The programs of the vendors may hang with their driver: they are asked as squeue is, and a signal ends the
-    wait (KeyboardInterrupt).
-    """
+def ask_for_gpus(options: RunnerOptions) -> Tuple[int, List[str]]:
+    """GPUs here, where neither options nor environment name them, and what went wrong in finding them."""
     if options.num_gpus is not None or named_devices() is not None:
         return 0, []
     count, problems = count_driver_gpus(), []   # type: int, List[str]
     for argv, pattern in GPU_QUERIES:
         if count or not shutil.which(argv[0]):
             continue
-        reply = ask_before_work(argv, GPU_QUERY_S, launcher, wakeup)
+        reply = ask_program(argv, GPU_QUERY_S, {})
         if reply.code == REPLY_TIMED_OUT:
             problems.append(f'{argv[0]}: no answer within {GPU_QUERY_S:g} s, so that no GPU is used; '
                             'say how many there are with --num-gpus')
@@ -23688,17 +23227,18 @@ def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> 
     return count, problems
 
 
-def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> RunOutcome:
+def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any,
+                 keeper: Optional[Keeper] = None) -> RunOutcome:
     """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
     output_dir = os.path.abspath(options.output_dir)
+    allocation, notice = look_for_allocation(options)
+    num_gpus, problems = (0, []) if allocation else ask_for_gpus(options)   # type: int, List[str]
     with contextlib.ExitStack() as stack:
-        wakeup = Wakeup()
+        wakeup = Wakeup(keeper)
         stack.callback(wakeup.close)
-        launcher = Launcher(wakeup.wake)
+        launcher = Launcher(wakeup.wake, keeper)
         stack.callback(launcher.close)
-        leftovers = format_leftovers(end_leftovers())   # before the node is measured: they hold memory
-        allocation, notice = look_for_allocation(options, launcher, wakeup)
         name = name_log(workflow, allocation)
         with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
             output = OutputDirectory(output_dir)
@@ -23706,18 +23246,11 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         stack.callback(log.close)
         context = NodeContext(workflow, options, output, log, progress)
         context.allocation = allocation
-        num_gpus, problems = 0, [notice] if notice else []  # type: int, List[str]
         if allocation is not None:
             prepare_allocation(client, context)
-        else:
-            num_gpus, more = ask_for_gpus(options, launcher, wakeup)
-            problems += more
         runner = Runner(context, client, launcher, wakeup, num_gpus)
-        for problem in problems:
+        for problem in filter(None, (notice, *problems)):
             context.say(problem, 'warning')
-        stack.callback(runner.link.exempt_server)
-        if leftovers:
-            context.say(leftovers, 'warning')
         runner.run()
         if context.allocation is not None and runner.link.state != 'offline':
             finish_allocation(runner, client)
@@ -25095,7 +24628,7 @@ def hold_tunnel(stem: str, order: Order) -> Optional[HostAnswer]:
 
 
 def host_stop(order: Order) -> HostAnswer:
-    """The order `stop`: SIGTERM, jobs stop in stages; with `force` SIGKILL, and guardians kill them."""
+    """The order `stop`: SIGTERM, jobs stop in stages; with `force` SIGKILL to the keeper: all is killed."""
     worker = read_worker(worker_stem(order))
     is_told = 'code' not in worker and bool(process_lives(worker))
     if is_told:
@@ -25309,7 +24842,7 @@ class Tunnels:
 
     def run(self) -> None:
         """Until no worker is left."""
-        rename_process('torc-tunnels')
+        call_prctl(PR_SET_NAME, b'torc-tunnels')
         self.client.reconnect()
         threads = [threading.Thread(target=self.keep, args=item) for item in self.orders.items()]
         # a thread of its own, for a server that is away is waited for
@@ -27045,6 +26578,7 @@ class Session:
         self.err = err
         self.stdin = stdin
         self.command: Any = None    # its row in COMMANDS
+        self.keeper: Optional[Keeper] = None    # of a runner that is a program of its own
         self.is_reading = False     # make no database, although the command may
         self.has_said_where = False     # in which database
         self._client: Optional[Client] = None
@@ -27067,6 +26601,8 @@ class Session:
             if is_reading:
                 client.check_exists()
             client.will_need_server = self.command.name in RUNNER_COMMANDS
+            if self.keeper is not None:
+                client.start_server = functools.partial(self.keeper.call, 'start_server')
             client.reconnect()
             self._client = client
             self._client.snapshot_interval_s = interval_s
@@ -27721,16 +27257,8 @@ def times_of(job: Dict[str, Any], results: Sequence[Dict[str, Any]]) -> Dict[str
 OUTCOMES_ASKED = 20     # results that are asked for one by one; for more of them the list of all is cheaper
 
 
-def report_leftovers(session: Session) -> None:
-    """End what killed runners have left behind on this host, and say so."""
-    text = format_leftovers(end_leftovers())
-    if text:
-        session.report(text)
-
-
 def cmd_jobs_list(session: Session, args: Arguments) -> int:
     """Jobs of a workflow, with the return code and the run time of those that have ended."""
-    report_leftovers(session)
     return cmd_list(session, args, add_outcomes)
 
 
@@ -29519,7 +29047,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     style = style_of(session.err, os.environ)
     progress = Progress(session.err, style, session.options['quiet'], printer=printer)
     try:
-        outcome = run_workflow(session.client, workflow['id'], options, progress)
+        outcome = run_workflow(session.client, workflow['id'], options, progress, session.keeper)
     except Unreachable as error:
         if 'base_dir' in error.details:
             hint = command_line(session, 'workflows', 'reconcile', workflow['id'], error.details['run_id'],
@@ -31452,7 +30980,6 @@ RECOVER_ROWS_SHOWN = 500        # of a class of failures
 AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
 PROMPT_BYTES = 100000       # of jobs in a prompt: a word of a command line has at most 128 KiB (execve(2))
-PROGRAM_TAG = 'TORC_PROGRAM_TAG'    # in the environment of what a program of the user has started
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
 
@@ -31953,42 +31480,35 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
                 limit_s: Optional[float] = None) -> int:
     """Run a program of the user to its end, its output on our stderr; its return code, 128 + n by a signal.
 
-    It stays in our process group, so that a terminal's Ctrl-C reaches it; what it has started is known by a
-    variable, and ends with it where it has to be ended.
+    It stays in our process group, so that a terminal's Ctrl-C reaches it. What it has started ends with it
+    where it has to be ended: that would go on deciding, or hold our output open.
     """
-    environment, tag = user_environment(session, workflow), secrets.token_hex(8)
-    environment[PROGRAM_TAG] = f"{environment.get(PROGRAM_TAG, '')} {tag}".strip()     # perhaps in another's
+    environment = user_environment(session, workflow)
     try:
         target = session.err.fileno()
     except (OSError, ValueError, AttributeError):   # no file: in a test
         target = subprocess.PIPE
+    is_ended, spared, adopted_before = False, read_children(os.getpid()), adopt_orphans(True)
     try:
         process = subprocess.Popen(list(words), env=environment, stdin=subprocess.DEVNULL, stdout=target,
                                    stderr=subprocess.STDOUT)
     except (OSError, ValueError) as error:
         cause = getattr(error, 'strerror', None) or error
         raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
-    with process:
-        try:
-            with interrupted_by_signals():
-                said = process.communicate(timeout=limit_s)[0]
-        except subprocess.TimeoutExpired:
-            end_program(process, tag)
-            raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
-        except BaseException:
-            end_program(process, tag)
-            raise
-    if process.returncode < 0:      # it was killed, and had no time to end them
-        end_program(process, tag)
+    try:
+        with interrupted_by_signals():
+            said = process.communicate(timeout=limit_s)[0]
+        is_ended = process.returncode >= 0      # else it was killed, and had no time to end the others
+    except subprocess.TimeoutExpired:
+        raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
+    finally:
+        if not is_ended:
+            process.kill()      # where there is no /proc
+            end_children(spared.__contains__, UNKILLABLE_S)
+        adopt_orphans(adopted_before)
     if said:
         session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-def end_program(process: 'subprocess.Popen[bytes]', tag: str) -> None:
-    """Kill a program, and what it has started: that would go on deciding, or hold our output open."""
-    kill_family({}, [Mark(tag.encode(), -2, 0)], time.monotonic() + UNKILLABLE_S)   # -2: nothing's limit
-    process.kill()      # where there is no /proc
 
 
 def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
@@ -32916,7 +32436,6 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     if args['no_auth']:
         log.warning('--no-auth: every user of this host can run commands as you')
     options = server_options(session, args)
-    report_leftovers(session)
     if options.database == IN_MEMORY and options.snapshot_interval_s is not None:
         raise BadInput('--in-memory writes the database to a file: give one with -d FILE')
     log_dir = args['log_dir'] or os.environ.get('TORC_LOG_DIR', '')
@@ -34174,6 +33693,7 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
+KEEPER_CALLS = {'start_server': start_embedded_server, 'end_steps': end_steps}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too; and `watch`, whose outcome scripts wait for.
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
@@ -34418,6 +33938,8 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
     try:
         parsed = parse_command_line(sys.argv[1:] if argv is None else argv)
         session.options = parsed.options
+        if argv is None and parsed.command is not None and parsed.command.name in RUNNER_COMMANDS:
+            session.keeper = keep(KEEPER_CALLS)
         with logging_at_level(parsed), logging_with(logging.StreamHandler(err), LogLines()):
             code = run_command(parsed, session)
             session.leave()
