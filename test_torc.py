@@ -21075,6 +21075,8 @@ class SubmitTest(SubmitCase):
 @slow
 class RunnerSubmitTest(SubmitCase):
     """A runner in a Slurm job that submits the allocations of the next stage, on a scripted Slurm."""
+    JOB = ('JobId=77 JobName=fake UserId=%s(%d) JobState=RUNNING Restarts=0 EndTime=%d NodeList=node1 '
+           'NumNodes=1 Nodes=node1 CPU_IDs=0-%d Mem=%d GRES=')
     SPEC = """
         name: w
         execution_config: {mode: direct}
@@ -21087,7 +21089,7 @@ class RunnerSubmitTest(SubmitCase):
 
     def run_it(self, hook: str = '', text: str = '') -> Outcome:
         """A runner, until it ends; what a program does first may name the `victim`, its pid."""
-        job = FakeAllocation.JOB % ('tester', os.getuid(), time.time() + 3600, 3, 4000)
+        job = self.JOB % ('tester', os.getuid(), time.time() + 3600, 3, 4000)
         self.fakes.write('scontrol', f'[ "$2" = job ] && echo {shlex.quote(job)}; true')
         self.world.write('w.yaml', textwrap.dedent(self.SPEC))
         variables = dict(slurm_environment(SLURM_JOB_ID='77', SLURM_JOB_NODELIST='node1', SLURM_JOB_NUM_NODES='1', SLURMD_NODENAME='node1',
