@@ -20963,6 +20963,34 @@ class SubmitTest(SubmitCase):
                 self.assertExit(1, self.world.cli('submit', 1), 'none of its actions is due')
 
     @slow
+    def test_after_an_ambiguous_reply_the_queue_decides_and_without_one_nothing_is_submitted_again(self):
+        fails, once = 'echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1', 'rm -f "$fake"/hook*; '
+        for hook, text, squeue, num_calls, num_jobs, left in (
+                ('hook_after', once + fails, '', 2, 2, 0), ('hook', once + fails, '', 3, 2, 0), ('hook', fails, '', torc.SBATCH_TRIES, 0, 2),
+                ('hook_after', fails, 'exit 1', 2, 2, 2)):
+            with self.subTest(hook=hook, text=text, squeue=squeue):
+                self.doCleanups()
+                self.setUp()
+                self.hook(hook, text)
+                self.fakes.write('squeue', squeue or FAKE_QUEUE['squeue'])
+                with unittest.mock.patch.multiple(torc, SBATCH_PAUSE_S=0.1, LOOK_PAUSE_S=0.1):
+                    done = self.world.main('submit', 'w.yaml')
+                self.assertEqual((num_calls, num_jobs), (len(self.fakes.calls('sbatch')), len(self.queue())))
+                self.assertEqual((int(left > 0), left), (done.code, [number for number, _ in self.records()].count(0)))
+                self.assertIn(f'{left} allocations are not submitted: ' if left else 'Socket timed out on send/recv operation: looking into the queue',
+                              done.err)
+
+    @slow
+    def test_what_another_command_has_in_hand_is_waited_for(self):
+        self.assertExit(0, self.world.main('submit', 'w.yaml'))
+        settings = {'output_dir': self.world.path('torc_output'), 'directory': self.world.directory}
+        with self.world.connect() as client:
+            client.call('take_submission', {'hold_s': 5.0, 'settings': settings, 'scheduler_config_id': 1, 'count': 1}, workflow_id=1)
+        with unittest.mock.patch.object(torc, 'SBATCH_PAUSE_S', 0.2):
+            self.assertExit(0, self.world.main('submit', 1), 'another command has it in hand, or had when it was killed: looking into')
+        self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], sorted(self.records()))
+
+    @slow
     def test_cancel_ends_all_allocations_with_one_scancel_those_without_a_reply_too(self):
         self.hook('hook_after', '[ -e "$fake/job_101" ] && kill -9 $PPID; true')
         self.assertEqual(-signal.SIGKILL, self.world.cli('submit', 'w.yaml').code)
