@@ -21060,18 +21060,13 @@ class SubmitTest(SubmitCase):
         self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2-([0-9a-f]{6})\|torc:\1')
 
     def test_allocations_of_which_the_runner_will_use_one_node_are_warned_of(self):
-        self.assertExit(0, self.world.main('create', 'w.yaml'))
-        self.text('slurm create 1 -n wide -a proj -N 2')
-        said = 'warning: in mode direct a runner uses one of the nodes that scheduler wide asks for'
-        for config, words, is_warned in (
-                ('{mode: direct}', (), True), ('{mode: direct}', ('--start-one-worker-per-node',), False),
-                ('{mode: direct, limit_resources: false}', (), False), ('{mode: slurm}', (), False)):
-            with self.subTest(config, words=words):
-                value = json.dumps(torc.read_document(config.encode(), '', 'yaml').value)
-                self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write',
-                                                   f"UPDATE workflow SET execution_config = '{value}' WHERE id = 1"))
-                done = self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 'wide', *words)
-                self.assertEqual(is_warned, said in self.assertExit(0, done).err, str(done))
+        for config, more, is_warned in (('{mode: direct}', '', True), ('{mode: direct}', 'start_one_worker_per_node: true', False),
+                                        ('{mode: direct, limit_resources: false}', '', False), ('{mode: slurm}', '', False)):
+            with self.subTest(config, more=more):
+                text = SUBMITTED.replace('account:', 'nodes: 2, account:').replace('num_allocations: 2', more or 'num_allocations: 1')
+                done = self.assertExit(0, self.world.main('submit', self.world.write('w.yaml', f'execution_config: {config}\n{text}')))
+                said = 'warning: in mode direct a runner uses one of the nodes that scheduler s asks for'
+                self.assertEqual(is_warned, said in done.err, str(done))
 
     @slow
     def test_a_password_from_the_command_line_reaches_the_runners_but_no_script(self):
@@ -21203,14 +21198,6 @@ class SlurmSubmitTest(SlurmTest):
         self.assertExit(4, self.world.cli('submit', 'w.yaml'), 'no allocation of workflow 1 was submitted: ', 'Invalid account')
         self.assertEqual([], self.allocations())
 
-    def test_a_chain_runs_one_at_a_time_and_cancel_ends_all_of_it(self):
-        self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", serialize_allocations: true, walltime:'))
-        done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml'))
-        self.assertEqual(['torc-wf1-sched1-'] * 2, [row.name[:-6] for row in self.live_allocations()])
-        canceled = self.assertExit(0, self.world.cli('-f', 'json', 'cancel', 1)).json()['canceled_slurm_jobs']
-        self.assertEqual(done.json()['slurm_job_ids'], canceled)
-        self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the allocations')
-
     def test_a_submitter_that_is_killed_before_the_reply_comes_leaves_one_job_each(self):
         self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", walltime:'))
         fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
@@ -21247,7 +21234,7 @@ class SlurmSubmitTest(SlurmTest):
     def test_later_stages_are_submitted_by_the_runners_of_earlier_ones_each_once(self):
         self.world.write('stages.yaml', """
             name: stages
-            description: &tell 'case $TORC_RUN_TAG in *\\;*\\;*) echo "tag: several";; *) echo "tag: one, password: $TORC_PASSWORD";; esac'
+            description: &tell 'echo "password: $TORC_PASSWORD"'
             resource_requirements:      # of which the allocations of earlier stages have too little
               - {name: r, num_cpus: 1, memory: 50m, runtime: PT1M}
               - {name: three, num_cpus: 3, memory: 50m, runtime: PT1M}
@@ -21268,7 +21255,7 @@ class SlurmSubmitTest(SlurmTest):
         self.assertExit(0, self.world.cli('submit', '-p', '0.5', '--job-prefix', 'my.', 'stages.yaml', env={'TORC_PASSWORD': 'of-the-user'}))
         jobs = self.wait_complete()
         for path in glob.glob(glob.escape(self.world.path('torc_output', 'job_stdio')) + '/*.o'):    # written by the jobs of all stages
-            self.assertEqual('tag: one, password: \n', read_text(path), path)
+            self.assertEqual('password: \n', read_text(path), path)
         self.assertEqual({'completed'}, {job['status'] for job in jobs.values()}, jobs)
         self.assertEqual(4, read_text(fakes.path('environment')).count('\nTORC_PASSWORD=of-the-user\n'))
         names = [row.name for row in self.allocations()]
@@ -21297,17 +21284,6 @@ class SlurmSubmitTest(SlurmTest):
         self.assertEqual(2, len({node['hostname'] for node in nodes}), nodes)
         said = {read_text(path).split()[0] for path in glob.glob(self.world.path('torc_output', 'job_stdio', '*.o'))}
         self.assertEqual({node['hostname'] for node in nodes}, said)
-
-    def test_a_file_without_schedulers_is_planned_and_submitted_in_one(self):
-        self.world.write('plain.yaml', """
-            name: plain
-            resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT5M}]
-            jobs: [{name: "j{i}", command: "true", parameters: {i: "1:6"}, resource_requirements: r}]
-            """)
-        self.assertExit(0, self.world.cli('submit', '--account', 'wfacct', '--profile', 'slurm', '-p', '0.5', 'plain.yaml'))
-        jobs = self.wait_complete()
-        self.assertEqual(({'completed'}, 6), ({job['status'] for job in jobs.values()}, len(jobs)))
-        self.assertExit(2, self.world.main('submit', '--account', 'x', 1), '--account plans the allocations of a workflow file; to change those of a workflow: ')
 
 
 STAGED_AGAIN = """
