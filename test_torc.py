@@ -25459,7 +25459,7 @@ class StagedWorkflowTest(ClusterCase):
         self.assertLessEqual(counts['sstat'], num_allocations * 7 * minutes, programs.calls('sstat'))
         self.assertLessEqual(counts['sacct'], num_allocations * 6 * minutes, programs.calls('sacct'))
         self.assertLessEqual(counts['scontrol'], num_allocations * 3 * minutes, programs.calls('scontrol'))
-        self.assertEqual(0, counts['sinfo'])
+        self.assertLessEqual(counts['sinfo'], num_allocations)      # what partitions have, once for those that are submitted together
 
 
 @slow
