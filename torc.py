@@ -20760,10 +20760,6 @@ class ClaimPolicy:
         """When what was claimed ahead has waited too long (monotonic)."""
         return self.moved_at + STALE_AHEAD_S if self.backlog else math.inf
 
-    def on_stale(self) -> None:
-        """What was claimed ahead could not start: jobs turn out to be long."""
-        self.mean_s = max(self.mean_s, STALE_AHEAD_S)
-
 
 def open_outputs(context: NodeContext, attempt: Attempt, outputs: List[int]) -> None:
     """Open a job's output files into `outputs`, by its stdio mode."""
@@ -21287,8 +21283,8 @@ class Dispatcher(Part):
             attempt.grant = ledger.take(attempt.needs, attempt.job.get('nodes', ()))
             if attempt.grant is not None and not self.start(attempt):
                 return self.link.give_back(self.attempts.of('claimed'))
-        if now >= self.policy.stale_at():
-            self.policy.on_stale()
+        if now >= self.policy.stale_at():       # jobs turn out to be long
+            self.policy.mean_s = max(self.policy.mean_s, STALE_AHEAD_S)
             self.link.give_back(self.attempts.of('claimed'))
 
     def is_held(self, now: float) -> bool:
