@@ -20924,6 +20924,7 @@ class SubmitTest(SubmitCase):
         self.world.write('bad.yaml', SUBMITTED.replace('walltime:', 'extra: --array=1-3, walltime:'))
         self.assertExit(4, self.world.main('submit', 'bad.yaml'), 'scheduler s, or slurm_defaults: --array does not go with an allocation')
         self.assertFalse(os.path.exists(self.world.path('torc_output', 'torc.db')))
+        self.assertExit(2, self.world.main('submit', 'w.yaml', '--action', 1), '--action is one of a workflow that is there')
         self.assertExit(0, self.world.main('create', 'plain.yaml'))
         self.assertExit(4, self.world.main('submit', 1), 'workflow 1 has no schedule_nodes action')
 

@@ -30903,6 +30903,8 @@ def cmd_submit(session: Session, args: Arguments) -> int:
         if not outcome.is_any and has_unplanned(session, workflow):
             return report_regenerated(session, workflow, RegenerateOptions(submits=True, settings=settings))
         return report_submitted(session, workflow, outcome)
+    if args['action'] is not None:
+        raise BadInput('--action is one of a workflow that is there: give its id in place of a file')
     plan = read_planned(session, args) if given else read_spec(session, args['target'], args)
     refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
     for scheduler in plan.body['slurm_schedulers']:
