@@ -15511,7 +15511,7 @@ class LongStepTest(SlurmStepCase):
         self.assertIn("stopped: the runner's time is over", self.log())
 
     def test_a_job_whose_slurmstepd_is_killed_goes_back_to_ready(self):
-        self.run_twice(lambda pid: os.kill(torc.read_proc_row(torc.read_proc_row(pid).parent).parent, signal.SIGKILL),
+        self.run_twice(lambda pid: os.kill(torc.find_ancestors(pid)[1], signal.SIGKILL),
                        'its slurmstepd was lost', 120)
 
 

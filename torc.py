@@ -15935,20 +15935,6 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 MAX_KEEPER_BYTES = 2 ** 16              # of a message
 
 
-class ProcRow(Row):
-    """A living process (proc(5), stat)."""
-    parent: int
-    session: int
-    start_ticks: int
-    group: int = 0
-
-
-def read_proc_row(pid: int) -> Optional[ProcRow]:
-    """One process, or None if it does not live."""
-    fields = read_proc_stat(pid)
-    return ProcRow(int(fields[1]), int(fields[3]), int(fields[19]), int(fields[2])) if fields else None
-
-
 def read_proc_file(pid: int, name: str) -> bytes:
     """A small file of a process, or b'' where it may not be read."""
     try:
@@ -15960,12 +15946,11 @@ def read_proc_file(pid: int, name: str) -> bytes:
 
 def find_ancestors(pid: int) -> List[int]:
     """Parent of a process, its parent, and so on."""
-    found = []  # type: List[int]
-    row = read_proc_row(pid)
-    while row and row.parent and row.parent not in found:
-        found.append(row.parent)
-        row = read_proc_row(row.parent)
-    return found
+    found = [pid]
+    for pid in found:       # it grows
+        parents = map(int, read_proc_stat(pid)[1:2])
+        found += [parent for parent in parents if parent and parent not in found]
+    return found[1:]
 
 
 @functools.lru_cache(maxsize=None)
@@ -16993,13 +16978,12 @@ class Launcher:
             owners.intersection_update(others or [*owners][-1:])    # the last one that runs has it in the end
         done = []
         for process in [process for process in self.children if process.end is not None]:
-            roots = self.roots_of(process)
-            if not roots:
+            if not self.roots_of(process):
                 done.append(process)
             elif process.state in ('running', 'asked'):
                 process.state = 'left'
                 process.kill_at = min(process.kill_at, time.monotonic() + LEFTOVER_TERM_S)
-                self.send(list_trees(roots, lambda pid: not is_keeper(pid)), signal.SIGTERM)
+                self.send(process, signal.SIGTERM)
         done += self.give_up()
         for process in done:
             del self.children[process]
@@ -17046,9 +17030,10 @@ class Launcher:
         own = [process.pid] if process.end is None else []
         return own + [pid for pid, owners in self.strangers.items() if owners == {process}]
 
-    @staticmethod
-    def send(pids: Sequence[int], number: int) -> None:
-        """Send a signal, then SIGCONT: a stopped process finds it before it can stop itself again."""
+    def send(self, process: Process, number: int) -> None:
+        """Send a signal to all of a process, but for what is another runner's. SIGCONT comes second: who is
+        stopped then finds the signal before he can stop himself again."""
+        pids = list_trees(self.roots_of(process), lambda pid: not is_keeper(pid))
         send_signal(pids, number)
         send_signal(pids, signal.SIGCONT)
 
@@ -17070,7 +17055,7 @@ class Launcher:
             process.kill_at = min(kill_at, process.kill_at)
             if process.state == 'running' and number != signal.SIGKILL:
                 process.state = 'asked'
-                self.send(list_trees(self.roots_of(process), lambda pid: not is_keeper(pid)), number)
+                self.send(process, number)
 
     def kill_due(self) -> List[Process]:
         """SIGKILL all that lives of processes whose time is over; those that ran until now."""
