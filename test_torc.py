@@ -17237,7 +17237,7 @@ class OfflineDrainTest(RunnerCase):
     def test_however_a_job_ends_without_the_server_its_end_is_kept(self):
         for command, signals, workflow, options, end, words in self.ENDS:
             with self.subTest(command=command, signals=signals, workflow=workflow, options=options), \
-                    unittest.mock.patch.object(torc, 'LAST_REPORT_S', 0.3):
+                    unittest.mock.patch.multiple(torc, LAST_REPORT_S=0.3, PAIR_S=0.1):
                 self.setUp()
                 ignores = "trap '' TERM; " if len(signals) == 2 else ''
                 more = {'failure_handler': 'h'} if 'failure_handlers' in workflow else {}
