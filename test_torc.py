@@ -27419,7 +27419,7 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
         if parts and not any(part in fault.title for part in parts):
             continue
         size, world, begun = fault.small if is_quick else fault.large, World(), time.monotonic()
-        how, title = 'passed', f'{fault.title} {size}'
+        how, title = 'passed', ' '.join([fault.title, *(str(part) for part in size if str(part) not in fault.title)])
         try:
             said = fault.work(world, *size, seed)
             assert re.search(fault.wanted, said), said

@@ -23820,8 +23820,8 @@ def plan_remedies(failures: Sequence[Failure], sharers: Dict[int, List[int]],
         if reason:
             made.left.append((failure, reason))
         else:
-            lacked = () if rules.is_shared else lacking(failure.use, rules.multipliers)
-            groups[failure.use.needs['id'], lacked].append(failure)
+            lacked = tuple(item.resource for item in increase_all([failure.use], rules.multipliers))
+            groups[failure.use.needs['id'], () if rules.is_shared else lacked].append(failure)
     for (needs_id, _), group in sorted(groups.items()):
         corrections = correct_group(group, rules, made)
         if corrections:
@@ -23840,11 +23840,6 @@ def why_left(failure: Failure, rules: RemedyRules) -> str:
     if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
         return f'was lost {losses} times: it may need longer allocations, or be what brings its node down'
     return ''
-
-
-def lacking(use: JobUse, multipliers: Dict[str, float]) -> Tuple[str, ...]:
-    """The resources of which a job needs more."""
-    return tuple(item.resource for item in increase_all([use], multipliers))
 
 
 def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
@@ -31215,7 +31210,7 @@ class Recovery:
 
     def find_ceiling(self) -> Callable[[Dict[str, Any], str], Optional[Ceiling]]:
         """How much time and memory jobs can get of the allocations to come, until these stop them."""
-        if self.mode != 'slurm' or not any(lacking(failure.use, self.multipliers)
+        if self.mode != 'slurm' or not any(increase_all([failure.use], self.multipliers)
                                            for failure in self.failures):
             return lambda needs, resource: None
         walltime, end_s = self.options.walltime, plan_times(self.workflow)['end_s']
