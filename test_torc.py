@@ -18276,7 +18276,7 @@ class RemoteTest(RemoteCase):
         self.wait_done(12)
         self.assertExit(0, self.remote('stop', 1, '--force'), 'w1  killed', 'w2  killed')
         self.world.wait(lambda: not self.running(), 15, 'the end of all', state=self.running)
-        self.assertEqual({'failed': 4}, self.statuses())
+        self.assertEqual({'ready': 4}, self.statuses())
 
     def test_what_ended_while_the_server_was_away_is_brought_in_from_the_logs(self):
         self.world.serve()

@@ -16134,11 +16134,6 @@ class Keeper:
             raise ERROR_KINDS[kind](message)
         return value
 
-    def on_signal(self, *_: Any) -> None:
-        """The keeper may have died: the kernel then sends SIGCONT, which reaches a stopped runner, too."""
-        if self.is_gone:
-            kill_trees([pid for pid in read_children(os.getpid()) if session_of(pid) != os.getsid(0)])
-
 
 def keep(calls: Dict[str, Callable[..., Any]]) -> Keeper:
     """Fork the runner, and return in it. This process becomes its keeper, and ends as the runner does.
@@ -16166,7 +16161,7 @@ def keep(calls: Dict[str, Callable[..., Any]]) -> Keeper:
     ours.close()
     os.setsid()
     keeper = Keeper(pid, theirs)
-    signal.signal(signal.SIGCONT, keeper.on_signal)
+    signal.signal(signal.SIGCONT, lambda *_: None)      # the keeper's death; it reaches who is stopped, too
     call_prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT))
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if keeper.is_gone:      # it died before that
@@ -22577,7 +22572,7 @@ class Wakeup:
     def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
         """Wait for a signal, the answer to a request, or the timeout; which signals came.
 
-        SIGCONT is told only of a keeper that has died, by which all that runs was killed.
+        SIGCONT is told only of a keeper that has died.
         """
         number = -1 if pending is None else pending.fileno()
         timeout_s = 0 if pending is not None and number < 0 else timeout_s
@@ -24607,10 +24602,12 @@ def host_stop(order: Order) -> HostAnswer:
     """The order `stop`: SIGTERM, jobs stop in stages; with `force` SIGKILL to the keeper: all is killed."""
     worker = read_worker(worker_stem(order))
     is_told = 'code' not in worker and bool(process_lives(worker))
+    left = read_children(worker['pid']) if is_told else []      # the runner, below its keeper
     if is_told:
         os.kill(worker['pid'], signal.SIGKILL if order['force'] else signal.SIGTERM)
     deadline = time.monotonic() + KILL_LIMIT_S
-    while is_told and order['force'] and process_lives(worker) and time.monotonic() < deadline:
+    while order['force'] and time.monotonic() < deadline and (
+            is_told and process_lives(worker) or any(map(read_process_start_ticks, left))):
         time.sleep(0.05)
     return dict(host_status(order), is_told=is_told)
 
