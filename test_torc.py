@@ -12661,6 +12661,23 @@ class KeeperTest(WorldTest):
             shell.wait()
             os.close(master)
 
+    def test_jobs_do_not_ignore_what_their_run_was_started_to_ignore(self):
+        self.job('kill -INT $$; exit 0')
+        self.write_run()
+        done = subprocess.run(['bash', '-c', 'trap "" INT; exec ./run'], cwd=self.world.directory, env=self.world.environment,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=60)
+        self.assertEqual(1, done.returncode)
+
+    def test_a_runner_gets_an_answer_when_the_system_fails_its_keeper(self):
+        def fail() -> None:
+            raise OSError(errno.EMFILE, 'Too many open files')
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            theirs.setblocking(False)
+            theirs.send(b'["fail", []]')
+            self.assertTrue(torc.answer_runner(ours, {'fail': fail}))
+            self.assertEqual([None, 'Unreachable', 'fail: Too many open files'], json.loads(theirs.recv(4096).decode()))
+
     def test_a_run_that_is_stopped_dies_with_its_keeper(self):
         run = self.world.start('-s', 'run', self.spec)
         pid = int(self.world.wait(lambda: self.world.read('begun').strip(), 20, 'the job', [run]))

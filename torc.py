@@ -16236,6 +16236,8 @@ def answer_runner(channel: socket.socket, calls: Dict[str, Callable[..., Any]]) 
                 reply = [calls[name](*arguments), '', '']
             except TorcError as error:
                 reply = [None, type(error).__name__, error.message]
+            except OSError as error:    # it waits for an answer
+                reply = [None, Unreachable.__name__, f'{name}: {error.strerror or error}']
             channel.send(format_json(reply).encode())
     except OSError:     # it has died
         return False
@@ -22554,10 +22556,12 @@ class Wakeup:
         os.set_blocking(self.writer, False)
         self.old_descriptor = signal.set_wakeup_fd(self.writer)
         self.old_handlers = {}      # type: Dict[int, Any]
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU):
-            # nohup and `&` in a script ask for these to be ignored; SIGCHLD is ours in any case.
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
-                self.old_handlers[number] = signal.signal(number, lambda *_: None)
+        ours = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU}
+        # nohup and `&` in a script ask for some to be ignored. We do so by a handler: jobs do not inherit it.
+        self.ignored = {number for number in RESET_SIGNALS + (signal.SIGXCPU,)
+                        if number != signal.SIGCHLD and signal.getsignal(number) == signal.SIG_IGN}
+        for number in ours | self.ignored:
+            self.old_handlers[number] = signal.signal(number, lambda *_: None)
         # Launchers such as srun may start us with signals blocked.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.old_handlers)
 
@@ -22582,7 +22586,8 @@ class Wakeup:
             if self.reader in self.readable(numbers, timeout_s):
                 found = os.read(self.reader, 65536)
         is_lost = self.keeper is not None and self.keeper.is_gone
-        return [number for number in found if number != signal.SIGCONT] + [signal.SIGCONT] * is_lost
+        told = [number for number in found if number != signal.SIGCONT and number not in self.ignored]
+        return told + [signal.SIGCONT] * is_lost
 
     def wake(self) -> None:
         """End the wait; another thread may call this."""
