@@ -13981,6 +13981,13 @@ class JournalTest(WorldTest):
         for wrong in (None, 3, [], {}, dict(entry, result=None), dict(entry, torc_py='x')):
             self.assertRaises(torc.BadInput, torc.check_model, '', 'JournaledCompletion', wrong)
 
+    def test_python_deprecates_nothing_in_how_a_journal_and_a_time_series_are_written(self):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter('always', DeprecationWarning)
+            torc.write_journal(torc.make_journal(self.world.directory, 42, 1, 'n'), [self.entry(8)])
+            torc.write_series(self.world.path('series.db'), [('names', (1, 'a', None))])
+        self.assertEqual([], [str(one.message) for one in found])
+
     def test_what_was_written_is_on_disk_as_a_whole_for_other_programs_and_says_whether_its_runner_has_left(self):
         path = torc.make_journal(self.world.directory, 42, 1, 'node1')
         self.assertRegex(path, re.escape(self.world.path('offline_journal/offline_results_wf42_r1_node1_')) + r'\w+\.db$')

@@ -16634,7 +16634,7 @@ def write_series(path: str, rows: Sequence[Tuple[str, Sequence[Any]]]) -> None:
     All or none. Nothing of it is ever read here, so that it needs no log of its own: a journal that is
     removed works on network file systems too.
     """
-    with contextlib.closing(sqlite3.connect(path, 5.0)) as connection, connection:
+    with contextlib.closing(sqlite3.connect(path, timeout=5.0)) as connection, connection:
         connection.execute('PRAGMA synchronous = NORMAL')
         connection.executescript(SERIES_SCHEMA)
         for name, values in rows:
@@ -19302,7 +19302,7 @@ def write_journal(path: str, entries: Iterable[Dict[str, Any]], runner: Sequence
     rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
             for entry in entries]
     address = f'file:{urllib.parse.quote(path)}?mode=rw'    # one that was removed is not made anew
-    with contextlib.closing(sqlite3.connect(address, JOURNAL_BUSY_S, uri=True)) as connection:
+    with contextlib.closing(sqlite3.connect(address, timeout=JOURNAL_BUSY_S, uri=True)) as connection:
         # FULL: on disk before it counts. TRUNCATE, since the end of a transaction that removes its
         # log (DELETE) is on disk only with the directory, which FULL does not wait for.
         for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
