@@ -8504,6 +8504,12 @@ class ServerFilesTest(WorldTest):
         self.register('b.db')
         self.assertRaisesRegex(torc.Unreachable, 'the server of .*a.db at .* has ended, or was killed\n', client.open)
 
+    def test_who_has_used_a_server_finds_it_again_in_another_environment(self) -> None:
+        self.world.serve()
+        with contextlib.closing(self.world.connect()) as client, unittest.mock.patch.dict('os.environ', XDG_STATE_HOME=self.world.path('elsewhere')):
+            client.close()
+            self.assertEqual([], list(client.pages('list_workflows')))
+
     def test_what_cannot_be_known_forgets_no_server_and_what_is_not_ours_leads_nowhere(self) -> None:
         patch, dead = unittest.mock.patch, {'start_ticks': 1}
         own, there = (os.path.abspath(torc.EMBEDDED_DATABASE), ''), (self.world.path('a.db'), 'a.db')

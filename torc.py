@@ -15054,7 +15054,7 @@ class Connector:
         self.will_need_server = False           # ... later: take no database that a server comes back to
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
         self.start_server = start_embedded_server   # type: Callable[..., Any]  # or has the keeper do that
-        self.is_registered = False              # the database was found by the registration of its server
+        self.registration = ''                  # path of the file that led to the database; '': none did
         self.server = {}                        # type: Dict[str, Any]  # the one in use, or to be waited for
         self.servers_started = 0                # embedded ones, by this client
         self.times_opened = 0                   # connections, or the database
@@ -15099,12 +15099,12 @@ class Connector:
         own = os.path.abspath(database or EMBEDDED_DATABASE)
         server = read_registration() if not database and is_missing(own) else None
         client = cls(database=server['database'] if server else own, needs_server=needs_server, tls=tls)
-        client.server, client.is_registered = server or {}, server is not None
+        client.server, client.registration = server or {}, registration_path() if server else ''
         return client
 
     def check_exists(self) -> None:
         """NotFound if a database would be made."""
-        if not self.named_url and not self.is_registered and is_missing(self.database):
+        if not self.named_url and not self.registration and is_missing(self.database):
             raise NotFound(f'there is no server and no database {self.database}: '
                            '`torc.py run FILE` or `torc.py create FILE` makes one')
 
@@ -15194,7 +15194,7 @@ class Connector:
         longest_s = FIND_DEADLINE_S if wait_s is None else max(wait_s, CONNECT_DEADLINE_S)
         self.look_s = min(FIND_DEADLINE_S, longest_s)
         if wait_s is None:
-            is_known = self.times_opened or not (self.named_url or self.is_registered)
+            is_known = self.times_opened or not (self.named_url or self.registration)
             wait_s = FIND_DEADLINE_S if is_known else NAMED_DEADLINE_S
         deadline, pause_s = time.monotonic() + wait_s, 0.005    # a server of our own starts in milliseconds
         while True:
@@ -15231,9 +15231,8 @@ class Connector:
     def read_server(self) -> Dict[str, Any]:
         """What a connection file says of the server now, running or not; {} if there is none."""
         if not self.named_url:
-            found = read_server_file(registration_path() if self.is_registered
-                                     else self.database + '.connection') or {}
-            is_other = self.is_registered and found.get('database') != self.database    # registered since
+            found = read_server_file(self.registration or self.database + '.connection') or {}
+            is_other = self.registration and found.get('database') != self.database    # registered since
             return {} if is_other else found
         found = find_server_file(self.named_url, self.token_file)
         self.tls = self.tls._replace(fingerprint=found.get('fingerprint') or self.tls.fingerprint)
@@ -26590,7 +26589,7 @@ class Session:
     def report_choice(self) -> None:
         """Say which database is used where nobody has named it, and another one might be meant."""
         client = self._client
-        if client.is_registered:
+        if client.registration:
             self.inform(f'Using {client.location}')
         elif not client.named_url and not self.database:
             other = other_database(client.database)
