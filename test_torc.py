@@ -7237,7 +7237,7 @@ class ApiTest(ServiceTest):
 # -------- every route, with live data --------
 
 GOOD_VALUES = {    # name of a field, or its type in MODELS -> a good value; '$noun' is the id of such a thing in the workflow; None: left out
-    'id': None, 'created_at': None, 'timestamp': None, 'access_groups': None, 'identifier': None, 'workflow_id': '$workflow',
+    'id': None, 'created_at': None, 'timestamp': None, 'command': 'true', 'access_groups': None, 'identifier': None, 'workflow_id': '$workflow',
     'job_id': '$running', 'compute_node_id': '$compute_node', 'file_id': '$file', 'group_id': '$group', 'action_id': '$action',
     'scheduler_config_id': '$slurm_scheduler', 'scheduler_id': '$slurm_scheduler', 'newest_scheduler_id': '$slurm_scheduler',
     'newest_allocation_id': '$scheduled_compute_node', 'failure_handler_id': '$failure_handler', 'resource_requirements_id': '$resource_requirements',
@@ -7503,7 +7503,7 @@ WRONG = {   # type of MODELS -> values that it must refuse
     'int': ['x', '1', 1.5, True, [], {}, 2 ** 63, -2 ** 63 - 1, 10 ** 4000, float('nan'), float('inf')],
     'float': ['x', '1.5', True, [], {}, 2 ** 64, float('nan'), float('inf'), float('-inf')],
     'bool': [0, 1, 'true', [], {}],
-    'str': UNTEXT, 'name': UNTEXT + ['a\nb', '\x1b[31m', 'x' * 1001, 'a\x85b', 'a\u2028b', '', ' '],
+    'str': UNTEXT, 'command': UNTEXT + ['x' * 131071], 'name': UNTEXT + ['a\nb', '\x1b[31m', 'x' * 1001, 'a\x85b', 'a\u2028b', '', ' '],
     'time': UNTEXT + ['', 'soon', '2026-13-01T00:00:00Z', '2026-01-01', '5'],
     'rules': UNTEXT + ['', 'x', '{}', '[1]', '[', 'NaN', '[{"a": "\\u0000"}]', '[{"a": 1e999}]'],
     'minutes': ['x', True, [], -1, -0.5, 1e300, float('nan')], 'gigabytes': ['x', True, [], -1, 1e300, float('nan')],
@@ -24227,8 +24227,8 @@ class IdleTest(FlowTest):
         busy, idle = self.start_two()
         idle.send(signal.SIGINT)
         self.assertEqual(128 + signal.SIGINT, idle.finish(10).code)
-        self.world.write('go', '')
-        busy.kill()
+        busy.send(signal.SIGTERM)
+        self.assertEqual(128 + signal.SIGINT, busy.finish(20).code)
 
 
 class OutcomeTest(FlowTest):

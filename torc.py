@@ -31472,6 +31472,7 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
         process = subprocess.Popen(list(words), env=environment, stdin=subprocess.DEVNULL, stdout=target,
                                    stderr=subprocess.STDOUT)
     except (OSError, ValueError) as error:
+        adopt_orphans(adopted_before)
         cause = getattr(error, 'strerror', None) or error
         raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
     try:
@@ -31484,6 +31485,7 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
         if not is_ended:
             process.kill()      # where there is no /proc
             end_children(spared.__contains__, UNKILLABLE_S)
+            process.communicate()       # it is reaped, and its output closed
         adopt_orphans(adopted_before)
     if said:
         session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
