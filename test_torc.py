@@ -4663,7 +4663,7 @@ class ProvenanceTest(ServiceTest):
         jobs = self.claim(self.workflow_id, node_id)
         end = dict(self.end(jobs['a']), file_times={str(self.files[name]): mtime for name in ('out.json', 'log')})
         self.sync(self.workflow_id, node_id, completions=[end])
-        contents = [[self.files['out.json'], mtime, 6, 'c0de'], [self.files['log'], mtime - 1, 7, 'late'], [999, mtime, 1, 'x']]
+        contents = [[self.files['out.json'], mtime, 6, 'c0de'], [self.files['log'], mtime - 1, 7, 'late']]
         self.call('set_file_times', {'files': {}, 'contents': contents}, id=self.workflow_id)
         self.assertNotIn('endTime', self.entities()[f"#torc-run-id-{self.call('get_workflow', id=self.workflow_id)['run_id']}"])
         self.sync(self.workflow_id, node_id, completions=[dict(self.end(jobs['b']), file_times={})])
@@ -7769,6 +7769,8 @@ class MatrixTest(LiveTest):
 
 OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, None where it is not there), because of what
     'WorkflowActionModel.failure': (None, 'str'),               # why a run_commands action failed
+    **dict.fromkeys(('JobModel.command', 'SpawnJobModel.command'), ('str!', 'command!')),    # the kernel takes none that is longer
+    'JobModel.invocation_script': ('str', 'command'),
     'ComputeNodeModel.identity': (None, 'str'),                 # tells runners on one host apart
     'ComputeNodeModel.reason': (None, 'str'),                   # why its runner left though work was left
     'ComputeNodeModel.lease_s': (None, 'float'),                # how long an unreachable runner keeps its jobs
@@ -14455,7 +14457,12 @@ class NodeSizeTest(WorldTest):
         self.assertLess(time.monotonic() - began, 10)
 
     def test_a_signal_ends_the_wait_for_such_a_program(self):
-        self.assertRaises(KeyboardInterrupt, self.count_gpus, {'nvidia-smi': f'kill -INT {os.getpid()}; sleep 1000'})
+        def interrupt(*_, **__):
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                signal.pause()
+        with unittest.mock.patch.object(subprocess.Popen, 'communicate', interrupt):
+            self.assertRaises(KeyboardInterrupt, self.count_gpus, {'nvidia-smi': 'sleep 1000'})
 
     def test_a_run_uses_the_gpus_that_a_program_has_found(self):
         command = 'echo "GPU 0: A"; echo "GPU 1: B"'
@@ -14923,6 +14930,7 @@ class JobPartsTest(PartTest):
         context = self.context()
         context.allocation = unittest.mock.Mock(label=str)
         with self.world.inside({'SLURM_JWT': 'secret', 'SLURM_B': '1', 'X_SLURM': '2\n3', 'HOME': '/'}):
+            os.environ.pop('TORC_TEST_SLURM', None)
             torc.prepare_allocation(unittest.mock.Mock(call=lambda *_, **params: {'items': []}), context)
         self.assertEqual('SLURM_B=1\nX_SLURM=2\\n3\n', self.world.read('out/slurm_env_1.log'))
         self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('out/slurm_env_1.log')).st_mode))
@@ -24533,14 +24541,19 @@ class GoOnTest(FlowTest):
         again = self.world.cli('--db', "it's.db", 'run', 1, '--retry-failed')
         self.assertExit(0, again, 'has no jobs that failed', 'has nothing left to do')
 
+    def kill_below_keeper(self, run: Background) -> None:
+        """kill -9 the runner itself, which its keeper outlives."""
+        for pid in torc.read_children(run.pid):
+            os.kill(pid, signal.SIGKILL)
+        self.assertEqual(-signal.SIGKILL, run.finish(10).code)
+
     def test_right_after_a_runner_was_killed_the_next_one_on_its_host_takes_up_its_jobs(self):
         self.world.serve()
         for flags, code, said in ((('--retry-failed',), 0, '2 jobs to run again'),
                                   ((), 1, 'nothing left to do: 1 completed, 1 failed, 1 canceled')):
             runner = self.start()
             workflow_id = json.loads(self.world.cli('-f', 'json', 'workflows', 'list').out)['items'][-1]['id']
-            os.kill(runner.pid, signal.SIGKILL)
-            runner.finish(10)
+            self.kill_below_keeper(runner)
             self.world.write('go', '')
             outcome = self.world.cli('run', workflow_id, *flags)
             self.assertEqual((code, True), (outcome.code, said in outcome.err), str(outcome))
@@ -24552,7 +24565,7 @@ class GoOnTest(FlowTest):
         self.world.serve()
         runner = self.start()
         self.world.wait(lambda: self.statuses()['slow'] == 'running', 20, 'the report of its start', [runner])
-        runner.kill()
+        self.kill_below_keeper(runner)
         outcome = self.world.cli('run', '-p', 0.2, 1)
         self.assertExit(1, outcome, '  failed: slow\n', '  canceled: last\n',
                         'Jobs that were lost with their runner or allocation (return code -128): 1\n')
@@ -28468,7 +28481,8 @@ class HostileTextLaws(WorldTest):
             self.assertIsNone(ACTS.search(err), ascii(err))
             self.assertIsNone(FORGED_LINE.search(err), err)
         record = os.path.join(self.true_texts[0], 'torc_output', '.torc_database')
-        for content in ('damaged', json.dumps({'id': 'x', 'path': '/' + text, 'host': text})):    # of the directory of submission
+        other = self.world.write('=EVIL.\x1b[31m\x07\nforged', '')
+        for content in ('damaged', json.dumps({'id': 'x', 'path': other})):     # of the directory of submission
             self.world.write(record, content)
             code, out, err = self.call(['logs', '1'], TerminalBytes)
             self.assertEqual((4, ''), (code, out), err)

@@ -20277,6 +20277,7 @@ class ServerLink(Part):
         # of the server
         self.state = 'online'       # see above
         self.silent_since = 0.0     # monotonic; unless online
+        self.reasons = set()        # type: Set[str]  # ... why, as far as it was said
         self.error = Unreachable('')    # type: TorcError  # of the last try in vain
         self.retries = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
         self.times_opened = 0       # the connections of our client when it was last asked
@@ -20555,13 +20556,14 @@ class ServerLink(Part):
         if is_denied:
             self.client.close()
         if self.state == 'online':
-            self.state, self.silent_since = 'silent', now
-            if is_denied:
-                self.context.say(f'the server does not let this runner in, trying again: {reason}. What runs '
-                                 'goes on, and nothing is lost: give its user the access or the password '
-                                 'back, or stop this runner and start it with what is valid now', 'warning')
-            else:       # its further lines say how to do without this server
-                self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
+            self.state, self.silent_since, self.reasons = 'silent', now, set()
+        if reason not in self.reasons and is_denied:
+            self.context.say(f'the server does not let this runner in, trying again: {reason}. What runs '
+                             'goes on, and nothing is lost: give its user the access or the password '
+                             'back, or stop this runner and start it with what is valid now', 'warning')
+        elif reason not in self.reasons:    # its further lines say how to do without this server
+            self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
+        self.reasons.add(reason)
         wait_s = self.retries.take()
         self.poll_at = now + (self.context.options.ping_interval_s if self.state == 'offline' else wait_s)
 
