@@ -27155,7 +27155,10 @@ class Loss:
         """Each job has come to its end once, and nothing is left in the queue."""
         statuses = {row['status'] for row in self.rows('list_jobs')}
         assert statuses == {'completed'}, f'{statuses}\n{self.situation()}'
-        assert sorted(self.world.read('done').split()) == ['1', '2', '3', 'last'], self.world.read('done')
+        ends = [f"job {row['job_id']} run {row['run_id']} attempt {row['attempt_id']}: {row['status']}, {row.get('reason')}"
+                for row in self.client.pages('list_results', workflow_id=1, all_runs=True)]
+        said = '\n'.join([self.world.read('done'), *ends])      # an end that no server heard of may come again: this tells it
+        assert sorted(self.world.read('done').split()) == ['1', '2', '3', 'last'], f'{said}\n{self.situation()}'
         row = min(self.rows('list_scheduled_compute_nodes'), key=lambda row: row['id'])
         assert re.match(LOSS_WAYS[self.way][1], row['reason']), f'{self.way}, {self.cure}: {row}'
         self.wait(lambda: not self.live(), 60, 'the end of all allocations')
