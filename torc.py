@@ -15927,6 +15927,7 @@ def write_installation(made: Installation) -> None:
 
 FREEZE_S = 0.5                          # at most, before processes are killed
 SWEEP_INTERVAL_S = 0.05                 # between two rounds of SIGKILL
+MOST_LOOKS = 5              # at children in a row, while some of them end
 UNKILLABLE_S = 10.0                     # after SIGKILL; what lives then is in uninterruptible sleep, say
 KEEPER_NAME = b'torc-keeper'            # as ps and top show it (comm)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
@@ -16028,13 +16029,13 @@ def end_children(is_spared: Callable[[int], bool], limit_s: float) -> bool:
     """Kill all children but spared ones, with all below them, until none is left; whether that was done."""
     until = time.monotonic() + limit_s
     while True:
-        left = []
-        for pid in read_children(os.getpid()):
+        found, left = [pid for pid in read_children(os.getpid()) if not is_spared(pid)], []
+        for pid in found:
             with contextlib.suppress(ChildProcessError):    # a thread has waited for it
-                if not is_spared(pid) and not os.waitpid(pid, os.WNOHANG)[0]:
+                if not os.waitpid(pid, os.WNOHANG)[0]:
                     left.append(pid)
-        if not left or time.monotonic() > until:
-            return not left
+        if not found or left and time.monotonic() > until:      # whose end we saw may have left us others
+            return not found
         kill_trees(left)
         time.sleep(0.002)
 
@@ -17002,16 +17003,21 @@ class Launcher:
 
     def look_for_strangers(self) -> None:
         """Reap children that we did not start, and see whose those are that live."""
-        self.listing and self.listing.seek(0)
-        pids = map(int, self.listing.read().split()) if self.listing else read_children(os.getpid())
-        found = {}
-        for pid in pids:
-            if pid in self.running or self.is_foreign(pid):
-                continue
-            with contextlib.suppress(ChildProcessError):
-                if not os.waitpid(pid, os.WNOHANG)[0]:
-                    found[pid] = self.strangers.get(pid) or self.owners_of(pid)
-        self.strangers = found
+        for _ in range(MOST_LOOKS):
+            self.listing and self.listing.seek(0)
+            pids = map(int, self.listing.read().split()) if self.listing else read_children(os.getpid())
+            found, has_reaped = {}, False
+            for pid in pids:
+                if pid in self.running or self.is_foreign(pid):
+                    continue
+                with contextlib.suppress(ChildProcessError):
+                    if os.waitpid(pid, os.WNOHANG)[0]:
+                        has_reaped = True       # what it has left came to us after this look
+                    else:
+                        found[pid] = self.strangers.get(pid) or self.owners_of(pid)
+            self.strangers = found
+            if not has_reaped:
+                break
 
     def owners_of(self, pid: int) -> Set[Process]:
         """Whose a stranger may be: one that it names, or all that run, or at least have not all ended."""
@@ -22697,8 +22703,9 @@ class Shutdown(Part):
         SIGHUP beside the terminal's, systemd(1) beside SIGTERM, the kernel SIGXCPU each second. SIGCONT: our
         keeper was killed."""
         now, name, config = time.monotonic(), signal.Signals(number).name, self.context.config
+        is_first = self.interrupted_by is None
         is_last = number == signal.SIGCONT or number == signal.SIGINT and now > self.interrupted_at + PAIR_S
-        if self.interrupted_by is None:
+        if is_first:
             self.interrupted_by, self.interrupted_at = number, now
             self.launcher.act(now)      # what has ended by itself was not stopped
             count = self.dispatcher.attempts.count(*STARTED)
@@ -22706,10 +22713,11 @@ class Shutdown(Part):
             again = 'again' if number == signal.SIGINT else 'SIGINT'
             self.context.say('the process above this runner was killed' if is_last else
                              f"{name}: stopping {counted(count, 'job')}; {again} to kill at once", 'warning')
-            self.leave('interrupt', config['sigterm_lead_seconds'])
-        if is_last and not self.is_killed:
+        if is_last and not self.is_killed:      # before they are asked to end
             self.context.say('killing all jobs', 'warning')
             self.kill_all()
+        if is_first:
+            self.leave('interrupt', config['sigterm_lead_seconds'])
 
     def leave(self, reason: str, lead_s: float = 0.0, words: str = '') -> None:
         """Claim nothing more. For one of SIGNAL_REASONS, stop what runs, unless that has begun.
