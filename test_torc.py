@@ -12695,6 +12695,7 @@ class KeeperTest(WorldTest):
         run.kill()
         for one in (pid, runner):
             self.world.wait(lambda: not torc.read_process_start_ticks(one), 10, 'its end')
+        self.assertIn('the runner was interrupted by SIGKILL', self.world.cli('-s', 'results', 'list', 1).out)
 
     def test_a_server_that_was_killed_is_started_above_the_keeper_and_ends_by_itself(self):
         self.job("""P() { grep -o '"pid":[0-9]*' torc_output/torc.db.connection | cut -d: -f2; }

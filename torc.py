@@ -22583,7 +22583,7 @@ class Wakeup:
     def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
         """Wait for a signal, the answer to a request, or the timeout; which signals came.
 
-        SIGCONT is told only of a keeper that has died.
+        SIGKILL stands for the death of the keeper.
         """
         number = -1 if pending is None else pending.fileno()
         timeout_s = 0 if pending is not None and number < 0 else timeout_s
@@ -22594,7 +22594,7 @@ class Wakeup:
                 found = os.read(self.reader, 65536)
         is_lost = self.keeper is not None and self.keeper.is_gone
         told = [number for number in found if number != signal.SIGCONT and number not in self.ignored]
-        return told + [signal.SIGCONT] * is_lost
+        return told + [signal.SIGKILL] * is_lost
 
     def wake(self) -> None:
         """End the wait; another thread may call this."""
@@ -22700,11 +22700,11 @@ class Shutdown(Part):
     def on_signal(self, number: int) -> None:
         """The first asks jobs to end. A second SIGINT kills them, unless it is the first, by another way:
         who signals a whole Slurm step means us and our keeper. Others often come in pairs: a shell sends
-        SIGHUP beside the terminal's, systemd(1) beside SIGTERM, the kernel SIGXCPU each second. SIGCONT: our
+        SIGHUP beside the terminal's, systemd(1) beside SIGTERM, the kernel SIGXCPU each second. SIGKILL: our
         keeper was killed."""
         now, name, config = time.monotonic(), signal.Signals(number).name, self.context.config
         is_first = self.interrupted_by is None
-        is_last = number == signal.SIGCONT or number == signal.SIGINT and now > self.interrupted_at + PAIR_S
+        is_last = number == signal.SIGKILL or number == signal.SIGINT and now > self.interrupted_at + PAIR_S
         if is_first:
             self.interrupted_by, self.interrupted_at = number, now
             self.launcher.act(now)      # what has ended by itself was not stopped
