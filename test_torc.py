@@ -20514,6 +20514,8 @@ class RunTest(CommandTest):
         self.assertEqual('', outcome.err)
 
     def test_a_dry_run_of_create_tells_everything_and_creates_nothing(self):
+        direct = json.dumps({'name': 'x', 'jobs': [{'name': 'a', 'command': 'b'}], 'execution_config': {'sigterm_lead_seconds': 4}})
+        self.assertExit(0, self.world.main('create', '--dry-run', self.world.write('direct.json', direct)))
         self.world.write('bad.yaml', 'name: w\njobs: [{name: a, comand: x}, {name: a, command: y, depends_on: [zz]}]\n')
         answer = self.json('create --dry-run bad.yaml', 2)
         self.assertFalse(answer['valid'])

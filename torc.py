@@ -28598,7 +28598,7 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     directory = os.path.dirname(os.path.abspath(name)) if name else os.getcwd()
     try:
         plan = read_plan(read_document(data, name), directory, args['max_instances'] or MAX_INSTANCES,
-                         bool(args['skip_checks']), bool(args.get('dry_run')))
+                         bool(args['skip_checks']))
     except BadInput as error:
         error.problems = [placed(problem, name) for problem in error.problems]
         raise
