@@ -11849,11 +11849,14 @@ class ClientStreamTest(WorldTest):
         begun = time.monotonic()
         self.assertEqual([], list(client.stream('stream_workflow_events', begun + 0.2, workflow_id=self.workflow_id)))
         self.assertTrue(0.2 <= time.monotonic() - begun < 5)
+        def has_readers() -> bool:
+            return any(feed.readers for feed in list(self.server.server.feeds.by_subject.values()))
+        self.world.wait(lambda: not has_readers(), 10, 'the first one to leave')
         events, found = client.stream('stream_workflow_events', workflow_id=self.workflow_id), []
         self.addCleanup(events.close)
         reader = threading.Thread(target=lambda: found.append(next(events)), daemon=True)      # it is let in while it waits for the first
         reader.start()
-        self.world.wait(lambda: any(feed.readers for feed in list(self.server.server.feeds.by_subject.values())), 10, 'the reader to be let in')
+        self.world.wait(has_readers, 10, 'the reader to be let in')
         self.tell('opened')
         reader.join(10)
         self.assertEqual('opened', found[0].type)
