@@ -12077,6 +12077,11 @@ class SamplerTest(ProcTest):
                 self.sampler.look(now)
             self.assertAlmostEqual(next_at, self.sampler.next_at)
 
+    def test_workers_that_end_one_after_the_other_during_a_check_are_not_above_what_they_share(self):
+        first, second = (33, 33, 50), (0, 50, 100)
+        with unittest.mock.patch('torc.read_proportional_bytes', side_effect=[*first, *second]):
+            self.assertEqual([83], torc.check_trees(self.proc.root, [[1, 2, 3]]))
+
     def test_shared_pages_are_counted_once_from_the_first_check_on(self):
         tree = self.tree(limit_mb=100)
         for pid in (10, 11, 12):
@@ -25388,17 +25393,17 @@ class SlurmTravelTest(SlurmTest, FlowTest):
         program = f'{sys.executable} on_network.py {shlex.quote(os.path.dirname(stub_path()))}'
         serve = f'exec {program} serve -d study.db'
         flags = *self.ALLOCATION, '--job-name=torc-server', '--dependency=singleton'
-        first = self.sbatch(serve, *flags, '-w', 'node1')
+        first = self.sbatch(serve, *flags, '-w', 'node8')       # Slurm gives these nodes to others last
         before = self.wait_server(first)
         runner = self.sbatch(f'exec {self.torc} --db study.db run 1 --poll-interval 1', *self.ALLOCATION,
-                             '--cpus-per-task=2', '-w', 'node3')
+                             '--cpus-per-task=2', '-w', 'node6')
         self.wait_slurm(lambda: len(self.names_at('begin')) == 2, 60, 'its first jobs', self.state)
-        second = self.sbatch(serve, *flags, '-w', 'node2')
+        second = self.sbatch(serve, *flags, '-w', 'node7')
         self.bed.ask('scancel', first)
         after = self.wait_server(second)
         self.assertNotEqual((before['host'], before['url']), (after['host'], after['url']))
         self.wait_slurm(lambda: self.names_at('end').count('first_1'), 60, 'the first jobs', self.state)
-        third = self.sbatch(serve, *flags, '-w', 'node1')
+        third = self.sbatch(serve, *flags, '-w', 'node8')
         os.kill(after['pid'], signal.SIGKILL)
         self.wait_server(third)
         self.wait_state(runner, 'COMPLETED', 'FAILED', deadline_s=120)

@@ -16501,11 +16501,11 @@ def read_proportional_bytes(root: str, pid: int) -> int:
 
 
 def check_trees(root: str, pids: Sequence[Sequence[int]]) -> List[int]:
-    """Proportional sizes of jobs, given as the pids of each. It takes 40 ms a GiB: the less of two looks
-    counts, since one in which workers are forked, or end, takes what they share for more than it is."""
-    looks = [[sum(read_proportional_bytes(root, pid) for pid in members) for members in pids]
-             for _ in range(2)]
-    return [min(sizes) for sizes in zip(*looks)]
+    """Proportional sizes of jobs, given as the pids of each. A look takes 40 ms a GiB: what several share
+    grows in those read late when others are forked, exec or end. The less of two looks at each never is more
+    than what was there between them."""
+    looks = [[[read_proportional_bytes(root, pid) for pid in members] for members in pids] for _ in range(2)]
+    return [sum(map(min, *sizes)) for sizes in zip(*looks)]
 
 
 def find_oom_file(root: str = '') -> str:
