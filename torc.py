@@ -19550,10 +19550,10 @@ class NodeSize(Row):
     devices: Tuple[str, ...]    # GPUs, as CUDA_VISIBLE_DEVICES names them
 
 
-def measure_node(options: RunnerOptions, num_gpus: int = 0, root: str = '') -> NodeSize:
+def measure_node(options: RunnerOptions, root: str = '') -> NodeSize:
     """This node's size, where the options do not say otherwise: not all of the machine, but what is ours.
 
-    `num_gpus` counts where neither options nor environment name GPUs. `root` is a prefix of /proc and /sys.
+    `root` is a prefix of /proc, /sys and /dev.
     """
     num_cpus, memory_bytes = options.num_cpus, options.memory_gb
     if num_cpus is None:
@@ -19566,7 +19566,7 @@ def measure_node(options: RunnerOptions, num_gpus: int = 0, root: str = '') -> N
         memory_bytes = int(min(least, all_bytes))
     else:
         memory_bytes = int(memory_bytes * 1024 ** 3)
-    return NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus, num_gpus))
+    return NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus, root))
 
 
 def named_devices() -> Optional[List[str]]:
@@ -19586,25 +19586,21 @@ def named_devices() -> Optional[List[str]]:
     return None
 
 
-def visible_devices(wanted: Optional[int], found: int = 0) -> Tuple[str, ...]:
+def visible_devices(wanted: Optional[int], root: str = '') -> Tuple[str, ...]:
     """GPUs that may be used: those that the environment names, else numbers from 0; at most `wanted`."""
     named = named_devices()
-    if not named:
-        count = wanted if wanted is not None else 0 if named is not None else found
-        return tuple(map(str, range(count)))
-    return tuple(named[:wanted])
+    if named:
+        return tuple(named[:wanted])
+    count = count_driver_gpus(root) if named is None and wanted is None else wanted or 0
+    return tuple(map(str, range(count)))
 
 
 def count_driver_gpus(root: str = '') -> int:
-    """GPUs that NVIDIA's driver shows; 0 also where it is hidden, as in some containers."""
-    return len(glob.glob(root + '/proc/driver/nvidia/gpus/*')) or len(glob.glob(root + '/dev/nvidia[0-9]*'))
-
-
-GPU_QUERY_S = 5.0       # nvidia-smi(1) takes a second or two where the driver is not kept loaded
-GPU_QUERIES = (         # what to ask -> what names a GPU in its answer
-    (('nvidia-smi', '-L'), r'^GPU ([0-9]+): '),
-    (('rocm-smi', '--showid'), r'^GPU\[([0-9]+)\]'),
-)
+    """GPUs that NVIDIA's driver shows, or AMD's: there a node without a number is a CPU, and one that
+    control groups keep from us cannot be read (kfd_topology.c)."""
+    count = len(glob.glob(root + '/proc/driver/nvidia/gpus/*')) or len(glob.glob(root + '/dev/nvidia[0-9]*'))
+    nodes = glob.glob(root + '/sys/class/kfd/kfd/topology/nodes/*/gpu_id')
+    return count or sum(read_proc_text(path).strip() not in (b'', b'0') for path in nodes)
 
 
 class Grant(Row):
@@ -22899,7 +22895,7 @@ def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], R
         context.say(f'Slurm has put job {allocation.job_id} into the queue again')
 
 
-def runner_nodes(context: NodeContext, num_gpus: int) -> List[NodeSize]:
+def runner_nodes(context: NodeContext) -> List[NodeSize]:
     """What a runner works with, in the order of its ledger.
 
     Without steps jobs start here only; unless they are not limited, such as those that call srun themselves.
@@ -22911,7 +22907,7 @@ def runner_nodes(context: NodeContext, num_gpus: int) -> List[NodeSize]:
                     'warning')
         context.allocation = allocation = None
     if allocation is None:
-        return [measure_node(options, num_gpus)]
+        return [measure_node(options)]
     if not context.in_steps and context.config['limit_resources']:
         allocation.keep_own_node()
     sizes = list(allocation.sizes)
@@ -22933,15 +22929,14 @@ def limit_size(size: NodeSize, options: RunnerOptions) -> NodeSize:
 class Runner:
     """One node's work for one workflow: puts the parts together, and turns the loop. See `run`."""
 
-    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, wakeup: Wakeup,
-                 num_gpus: int = 0) -> None:
+    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, wakeup: Wakeup) -> None:
         options = context.options
         self.began = time.monotonic()
         self.context = context
         self.launcher = launcher
         self.wakeup = wakeup
         context.in_steps = choose_mode(context)
-        nodes = runner_nodes(context, num_gpus)
+        nodes = runner_nodes(context)
         context.submits = context.allocation is not None and has_slurm_program('sbatch')
         self.attempts, ledger = Attempts(), Ledger(nodes, options.max_parallel_jobs)
         self.link = link = ServerLink(context, client, launcher, self.attempts, ledger)
@@ -23203,30 +23198,12 @@ def finish_allocation(runner: Runner, client: Any) -> None:
         pass
 
 
-def ask_for_gpus(options: RunnerOptions) -> Tuple[int, List[str]]:
-    """GPUs here, where neither options nor environment name them, and what went wrong in finding them."""
-    if options.num_gpus is not None or named_devices() is not None:
-        return 0, []
-    count, problems = count_driver_gpus(), []   # type: int, List[str]
-    for argv, pattern in GPU_QUERIES:
-        if count or not shutil.which(argv[0]):
-            continue
-        reply = ask_program(argv, GPU_QUERY_S, {})
-        if reply.code == REPLY_TIMED_OUT:
-            problems.append(f'{argv[0]}: no answer within {GPU_QUERY_S:g} s, so that no GPU is used; '
-                            'say how many there are with --num-gpus')
-        elif reply.code == 0:
-            count = len(set(re.findall(pattern, reply.out, re.MULTILINE)))
-    return count, problems
-
-
 def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any,
                  keeper: Optional[Keeper] = None) -> RunOutcome:
     """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
     output_dir = os.path.abspath(options.output_dir)
     allocation, notice = look_for_allocation(options)
-    num_gpus, problems = (0, []) if allocation else ask_for_gpus(options)   # type: int, List[str]
     with contextlib.ExitStack() as stack:
         wakeup = Wakeup(keeper)
         stack.callback(wakeup.close)
@@ -23241,9 +23218,9 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         context.allocation = allocation
         if allocation is not None:
             prepare_allocation(client, context)
-        runner = Runner(context, client, launcher, wakeup, num_gpus)
-        for problem in filter(None, (notice, *problems)):
-            context.say(problem, 'warning')
+        runner = Runner(context, client, launcher, wakeup)
+        if notice:
+            context.say(notice, 'warning')
         runner.run()
         if context.allocation is not None and runner.link.state != 'offline':
             finish_allocation(runner, client)
