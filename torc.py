@@ -20184,7 +20184,6 @@ class Pace:
         self.is_idle = False                # ... and got none, and nothing runs here
         self.has_told = False               # the last request reported something: none that may be kept
         self.waits_s = 0.0                  # so long the server may keep the request that is out
-        self.is_back = False                # the server is, and was not asked for work yet
 
     def on_claim(self) -> None:
         """Jobs were claimed."""
@@ -20197,7 +20196,7 @@ class Pace:
 
     def on_return(self) -> None:
         """The server answers again, and hears only now of what has ended: an outage is no idleness."""
-        self.worked_at, self.is_back = time.monotonic(), True
+        self.worked_at, self.has_progressed = time.monotonic(), True
         self.ended_at = self.ended_at if self.ended_at == -math.inf else self.worked_at
 
     def plan_wait(self, wants: bool, tells: bool, most_s: float) -> None:
@@ -20213,8 +20212,7 @@ class Pace:
         """Until the next poll, after an answer: the regimes of the page "Job Runners". None: as planned."""
         base_s, was_idle = self.options.poll_interval_s, self.is_idle
         self.is_idle = self.has_wanted and not (answer['jobs'] or answer['is_complete'] or has_children)
-        is_back, self.is_back = self.is_back, False
-        if is_back or answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
+        if answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
             return 0.0      # the next one can wait there; otherwise the server has kept none
         if self.has_progressed:
             wait_s = self.backoff_s = base_s
@@ -20287,7 +20285,7 @@ class ServerLink(Part):
         self.retries = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
         self.times_opened = 0       # the connections of our client when it was last asked
         self.is_doubtful = False    # what the server knows of us may not be what we know: we list all
-        self.is_released = False    # the server has released this node: it must register anew
+        self.is_registered = False  # ... and the server has not released this node since
         self.lease_ends_at = 0.0    # of the last request that was answered, by Clocks.running
         self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
                        'jobs_by_status': {}}    # type: Dict[str, Any]  # the last one
@@ -20351,23 +20349,10 @@ class ServerLink(Part):
 
     # ---- among the workflow's compute nodes ----
 
-    def join(self, wait: Callable[[float], Sequence[int]]) -> None:
-        """Register as soon as the server answers: it may be about to start again."""
-        while True:
-            try:
-                self.register()
-                return self.set_online()
-            except Unreachable as error:
-                self.on_no_answer(error)
-            self.act(time.monotonic())
-            if self.state == 'offline':
-                raise self.error
-            if set(wait(max(0.0, self.due() - time.monotonic()))) - {signal.SIGCHLD}:
-                raise KeyboardInterrupt
-
     def register(self) -> None:
-        """Become one of the workflow's compute nodes."""
-        context, options = self.context, self.context.options
+        """Become one of the workflow's compute nodes; another one, with what runs here, where the server has
+        released the one that we were, as its lease was over."""
+        context, options, old = self.context, self.context.options, self.context.node_id
         body = dict(describe_node(context, self.ledger.nodes), lease_s=self.pace.lease_s(),
                     identity=self.identity)
         lease_ends_at = read_clocks().running + body['lease_s']
@@ -20387,19 +20372,14 @@ class ServerLink(Part):
                           strict_scheduler_match=str(options.is_strict).lower(),
                           execution_mode='Slurm' if context.in_steps else 'Direct',
                           limit_resources=str(context.config['limit_resources']).lower())
-
-    def register_again(self) -> None:
-        """The server has released this node, as its lease was over: become another, with what runs here."""
-        old = self.context.node_id
-        self.register()
-        self.is_released, self.is_doubtful = False, True
-        for attempt in self.attempts.of('claimed'):     # others have them
-            self.attempts.change(attempt, 'dropped')
-        self.outbox.update(started=[], returned=[])
-        self.context.say(
-            f'the server had released compute node {old}, whose lease was over; this runner continues as '
-            f'compute node {self.context.node_id}, with {self.attempts.count(*STARTED)} running jobs',
-            'warning')
+        self.is_registered, self.is_doubtful = True, bool(old)
+        if old:
+            for attempt in self.attempts.of('claimed'):     # others have them
+                self.attempts.change(attempt, 'dropped')
+            self.outbox.update(started=[], returned=[])
+            context.say(f'the server had released compute node {old}, whose lease was over; this runner '
+                        f'continues as compute node {context.node_id}, with '
+                        f'{self.attempts.count(*STARTED)} running jobs', 'warning')
 
     def leave(self, had_failures: bool, had_terminations: bool, figures: Dict[str, Any]) -> None:
         """Take ourselves off the list of nodes; `figures` are fields of ours that are known now."""
@@ -20407,7 +20387,7 @@ class ServerLink(Part):
         context.log.write('Job runner completed', workflow_id=context.workflow_id, run_id=context.run_id,
                           compute_node_id=context.node_id, had_failures=str(had_failures).lower(),
                           had_terminations=str(had_terminations).lower())
-        if self.state == 'offline':     # its lease ends by itself
+        if self.state == 'offline' or not context.node_id:     # its lease ends by itself
             return
         body = {'is_active': False, **figures}
         try:
@@ -20452,9 +20432,11 @@ class ServerLink(Part):
         self.sent_at = time.monotonic()
         try:
             self.client.ensure_connected(RECONNECT_S)
-            if self.is_released:
-                self.register_again()
+            if not self.is_registered:
+                self.register()
         except OUTAGES as error:
+            if not (self.context.node_id or isinstance(error, Unreachable)):
+                raise       # it has never let us in
             self.on_no_answer(error)
             return False
         # Behind a new connection may be a server that is back as an older copy.
@@ -20521,7 +20503,8 @@ class ServerLink(Part):
         except Refused as error:
             if not error.details.get('gone'):
                 raise
-            self.is_released, self.poll_at, self.sent_at = True, 0.0, -math.inf     # not in vain: ask anew
+            self.is_registered, self.poll_at = False, 0.0
+            self.sent_at = -math.inf    # not in vain: ask anew
             return None
         self.is_doubtful, self.lease_ends_at = False, self.promised_until
         for kind, count in self.sent.items():
@@ -20562,12 +20545,13 @@ class ServerLink(Part):
             self.client.close()
         if self.state == 'online':
             self.state, self.silent_since, self.reasons = 'silent', now, set()
-        if reason not in self.reasons and is_denied:
-            self.context.say(f'the server does not let this runner in, trying again: {reason}. What runs '
-                             'goes on, and nothing is lost: give its user the access or the password '
-                             'back, or stop this runner and start it with what is valid now', 'warning')
-        elif reason not in self.reasons:    # its further lines say how to do without this server
-            self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
+        if reason not in self.reasons:      # its further lines say how to do without this server
+            message = f'no answer from the server, trying again: {reason}'
+            if is_denied:
+                message = (f'the server does not let this runner in, trying again: {reason}. What runs goes '
+                           'on, and nothing is lost: give its user the access or the password back, or stop '
+                           'this runner and start it with what is valid now')
+            self.context.say(message, 'warning')
         self.reasons.add(reason)
         wait_s = self.retries.take()
         self.poll_at = now + (self.context.options.ping_interval_s if self.state == 'offline' else wait_s)
@@ -20577,7 +20561,7 @@ class ServerLink(Part):
         """When a server that is silent has been so for too long (monotonic)."""
         window_s = self.context.setting('compute_node_wait_for_healthy_database_minutes') * 60
         if self.context.leaving in SIGNAL_REASONS:
-            window_s = min(window_s, LAST_REPORT_S)
+            window_s = min(window_s, LAST_REPORT_S if self.context.node_id else 0)
         if 'is_other' in self.error.details:    # what answers has another database: it is not waited for
             window_s = 0
         return min(self.silent_since + window_s, self.context.last_at)
@@ -20588,10 +20572,7 @@ class ServerLink(Part):
         self.state, self.poll_at = 'offline', now + context.options.ping_interval_s
         context.log.write('Server unreachable past the retry window: entering offline-drain mode.', 'warning',
                           running=self.attempts.count(*STARTED), unreported=self.attempts.count('reported'))
-        if not self.launcher.children:
-            elapsed = format_elapsed(now - self.silent_since)
-            context.say(f'no answer from the server for {elapsed}, and nothing runs here: leaving', 'warning')
-        elif context.options.drains:
+        if self.launcher.children and context.options.drains:
             context.say('no job is started until the server is back, which is asked every '
                         f'{context.options.ping_interval_s:g} s; what runs goes on', 'warning')
 
@@ -20599,8 +20580,9 @@ class ServerLink(Part):
 class OfflineDrain(Part):
     """Keeps completions on disk while the server is away, in case that this runner ends before it is back.
 
-    Nothing is started meanwhile, so that the loop may wait for the disk. What cannot be written stays in
-    memory, and is tried again once in a ping interval. Nothing else depends on it: jobs never do.
+    Nothing is started meanwhile, so that the loop may wait for the disk, and all that is not acknowledged
+    can be written each time. What cannot be written stays in memory, and is tried again once in a ping
+    interval. Nothing else depends on it: jobs never do.
     """
 
     def __init__(self, context: NodeContext, link: ServerLink) -> None:
@@ -20608,25 +20590,25 @@ class OfflineDrain(Part):
         self.link = link
         self.attempts = link.attempts
         self.path = ''              # of the journal, as soon as there is one
-        self.kept = {}              # type: Dict[Attempt, str]  # what is in it -> its state then
-        self.retry_at = -math.inf   # monotonic; nothing is written before
-        self.kept_actions = 0       # so many results of actions are in it
+        self.kept = {}              # type: Dict[Attempt, str]  # what was written last -> its state then
+        self.kept_actions = 0       # ... with so many results of actions
+        self.retry_at = 0.0         # monotonic; nothing is written before
 
-    def unkept(self) -> List[Attempt]:
-        """What is to be written: ends, and what has become of those that waited for a recovery script."""
-        link, is_stopped = self.link, self.context.leaving in SIGNAL_REASONS
-        # Who was stopped may be killed soon.
-        is_away = link.state == 'offline' or link.state == 'silent' and is_stopped
-        return [attempt for attempt in self.attempts.of('recovering', 'reported') if is_away or self.kept
-                if self.kept.get(attempt, '' if is_away else attempt.state) != attempt.state]
+    @property
+    def is_behind(self) -> bool:
+        """Whether ends are to be written, or what has become of those that waited for a recovery script."""
+        is_stopped = self.context.leaving in SIGNAL_REASONS     # it may be killed soon
+        is_away = self.link.state == 'offline' or self.link.state == 'silent' and is_stopped
+        return is_away and any(self.kept.get(attempt) != attempt.state
+                               for attempt in self.attempts.of('recovering', 'reported'))
 
     def due(self) -> float:
         """The next try."""
-        return max(0.0, self.retry_at) if self.unkept() else math.inf
+        return self.retry_at if self.is_behind else math.inf
 
     def act(self, now: float) -> None:
         """Write what has ended."""
-        if now >= self.retry_at and self.unkept():
+        if now >= self.retry_at and self.is_behind:
             self.keep()
 
     def close(self) -> None:
@@ -20636,35 +20618,28 @@ class OfflineDrain(Part):
             self.keep(is_last=True)
 
     def keep(self, is_last: bool = False) -> None:
-        """Write what is to be written, in one transaction: at the end all, as it is then."""
-        context, link = self.context, self.link
-        if self.path and not os.path.exists(self.path):     # it was removed, with what was in it
-            self.path, self.kept = '', {}
-        attempts = self.attempts.of('recovering', 'reported') if is_last else self.unkept()
+        """Write all that is not acknowledged, in one transaction: at the end results of actions, too."""
+        context, link, attempts = self.context, self.link, self.attempts.of('recovering', 'reported')
         actions = link.outbox['action_results'] if is_last else []
         left_at = int(time.time()) if is_last and link.state == 'offline' else None
         runner = context.node_id, socket.gethostname(), os.getpid(), link.identity, left_at
-        allocation, path = context.allocation, self.path
+        allocation = context.allocation
+        label = allocation.label(context.workflow_id) if allocation else socket.gethostname()
         try:
-            label = allocation.label(context.workflow_id) if allocation else socket.gethostname()
-            path = path or make_journal(context.output.path, context.workflow_id, context.run_id, label)
-            write_journal(path, [self.entry(attempt, is_last) for attempt in attempts], runner, actions)
+            if not os.path.exists(self.path):       # there is none yet, or it was removed
+                self.path = make_journal(context.output.path, context.workflow_id, context.run_id, label)
+            write_journal(self.path, [self.entry(attempt, is_last) for attempt in attempts], runner, actions)
         except (OSError, sqlite3.Error) as error:
-            for name in (path, path + '-journal') if path != self.path else ():     # nothing is in it
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
             self.retry_at = time.monotonic() + context.options.ping_interval_s
             context.say_once('what ends while the server is away is in memory only, until it can be kept in '
                              f'{os.path.join(context.output.path, JOURNAL_DIRECTORY)}: {error}')
             return
-        if not self.path:
-            context.say(f'what ends while the server is away is kept in {path}')
+        context.say_once(f'what ends while the server is away is kept in {self.path}')
         for attempt in attempts:
             if attempt not in self.kept:
                 context.log.write('Journaled completion (offline)', **context.names(attempt),
                                   status=attempt.completion['status'])
-            self.kept[attempt] = attempt.state
-        self.path, self.kept_actions = path, len(actions)
+        self.kept, self.kept_actions = {attempt: attempt.state for attempt in attempts}, len(actions)
 
     def entry(self, attempt: Attempt, is_last: bool) -> Dict[str, Any]:
         """A completion, as the journal has it."""
@@ -23036,7 +23011,6 @@ class Runner:
 
     def run(self) -> None:
         """Register, work, leave."""
-        self.link.join(self.wakeup.wait)
         try:
             self.perform('on_workflow_start', 'on_worker_start')
             self.work()
@@ -23094,7 +23068,7 @@ class Runner:
         """Whether the server is away for too long and nothing is left to wait for: the drained exit. What is
         in memory alone would be lost: while there is time it waits for the server, or for room on disk."""
         return self.link.is_over and not (self.has_slurm_work or self.attempts.by_state['ended']) and (
-            self.context.leaving in SIGNAL_REASONS or not self.drain.unkept())
+            self.context.leaving in SIGNAL_REASONS or not self.drain.is_behind)
 
     @property
     def has_slurm_work(self) -> bool:
