@@ -12255,7 +12255,7 @@ def living(word: str) -> Dict[int, str]:
     """Living processes with a word in their arguments: pid -> these."""
     found = {}
     for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):
-        words = torc.read_proc_file(pid, 'cmdline').replace(b'\0', b' ').decode('utf-8', 'replace')
+        words = torc.read_proc_text(f'/proc/{pid}/cmdline').replace(b'\0', b' ').decode('utf-8', 'replace')
         if f' {word} ' in f'{words} ' and torc.read_process_start_ticks(pid):
             found[pid] = words
     return found
@@ -12691,7 +12691,7 @@ class KeeperTest(WorldTest):
         with ours, theirs:
             theirs.setblocking(False)
             theirs.send(b'["fail", []]')
-            self.assertTrue(torc.answer_runner(ours, {'fail': fail}))
+            torc.answer_runner(ours, {'fail': fail})
             self.assertEqual([None, 'Unreachable', 'fail: Too many open files'], json.loads(theirs.recv(4096).decode()))
 
     def test_a_run_that_is_stopped_dies_with_its_keeper(self):
@@ -27489,7 +27489,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33954
+TORC_LINES = 33922
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

@@ -15930,18 +15930,30 @@ SWEEP_INTERVAL_S = 0.05                 # between two rounds of SIGKILL
 MOST_LOOKS = 5              # at children in a row, while some of them end
 UNKILLABLE_S = 10.0                     # after SIGKILL; what lives then is in uninterruptible sleep, say
 KEEPER_NAME = b'torc-keeper'            # as ps and top show it (comm)
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
-             signal.SIGXCPU)
+KEEPER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
+                  signal.SIGUSR2, signal.SIGXCPU, signal.SIGTSTP, signal.SIGCHLD, signal.SIGURG)
 MAX_KEEPER_BYTES = 2 ** 16              # of a message
 
 
-def read_proc_file(pid: int, name: str) -> bytes:
-    """A small file of a process, or b'' where it may not be read."""
+def read_proc_text(path: str) -> bytes:
+    """A file of /proc or of a control group; b'' if it cannot be read."""
     try:
-        with open(f'/proc/{pid}/{name}', 'rb') as file:
+        with open(path, 'rb') as file:
             return file.read()
-    except OSError:
+    except OSError:     # it ended perhaps between open and read (ESRCH)
         return b''
+
+
+def read_stat_fields(root: str, pid: int) -> List[bytes]:
+    """Fields of /proc/PID/stat from the third on, also of a zombie (proc(5)); [] if the process is gone."""
+    fields = read_proc_text(f'{root}/{pid}/stat').rpartition(b')')[2].split()
+    return fields if len(fields) > 21 else []
+
+
+def read_counter(text: bytes, name: bytes) -> Optional[int]:
+    """The number behind a name that begins a line, as in meminfo and memory.events (proc(5))."""
+    found = re.search(rb'^' + name + rb':?\s+([0-9]+)', text, re.MULTILINE)
+    return int(found.group(1)) if found else None
 
 
 def find_ancestors(pid: int) -> List[int]:
@@ -15961,15 +15973,15 @@ def has_proc_children() -> bool:
 
 def read_children(pid: int) -> List[int]:
     """Children of a process, whichever of its threads has started them; zombies are among them."""
-    found = []      # type: List[int]
-    with contextlib.suppress(OSError):      # it has ended
-        for thread in os.listdir(f'/proc/{pid}/task' if has_proc_children() else '/proc'):
-            if has_proc_children():
-                found += map(int, read_proc_file(pid, f'task/{thread}/children').split())
-            elif thread.isdigit():
-                fields = read_proc_file(int(thread), 'stat').rpartition(b')')[2].split()
-                found += [int(thread)] if fields[1:2] == [b'%d' % pid] else []
-    return found
+    try:
+        names = os.listdir(f'/proc/{pid}/task' if has_proc_children() else '/proc')
+    except OSError:     # it has ended
+        return []
+    if has_proc_children():
+        texts = [read_proc_text(f'/proc/{pid}/task/{thread}/children') for thread in names]
+        return [int(word) for text in texts for word in text.split()]
+    return [child for child in map(int, filter(str.isdigit, names))
+            if read_stat_fields('/proc', child)[1:2] == [b'%d' % pid]]
 
 
 def list_trees(roots: Iterable[int], enters: Callable[[int], Any] = abs) -> List[int]:
@@ -15982,7 +15994,7 @@ def list_trees(roots: Iterable[int], enters: Callable[[int], Any] = abs) -> List
 
 def is_keeper(pid: int) -> bool:
     """Whether a process is the keeper of another runner: what is below it is that runner's affair."""
-    return read_proc_file(pid, 'comm').strip() == KEEPER_NAME
+    return read_proc_text(f'/proc/{pid}/comm').strip() == KEEPER_NAME
 
 
 def session_of(pid: int) -> int:
@@ -16047,15 +16059,10 @@ def control_group_directories(controller: str, root: str = '') -> List[str]:
 
     By either version of cgroups(7), as far up as they are mounted here. `root` is a prefix of all paths.
     """
-    try:
-        with open(root + '/proc/self/cgroup') as file:
-            groups = [line.split(':', 2)[1:] for line in file.read().splitlines()]
-        with open(root + '/proc/self/mountinfo', encoding='utf-8', errors='surrogateescape') as file:
-            mounts = [line.split() for line in file]
-    except OSError:     # not Linux
-        return []
-    found = []
-    for fields in mounts:
+    lines, mounts = (re.findall('.+', os.fsdecode(read_proc_text(f'{root}/proc/self/{name}')))
+                     for name in ('cgroup', 'mountinfo'))
+    groups, found = [line.split(':', 2)[1:] for line in lines], []      # type: Any, List[str]
+    for fields in map(str.split, mounts):
         kind, options = fields[fields.index('-') + 1], fields[-1].split(',')
         if kind == 'cgroup2' or kind == 'cgroup' and controller in options:
             wanted = controller if kind == 'cgroup' else ''
@@ -16069,11 +16076,8 @@ def control_group_directories(controller: str, root: str = '') -> List[str]:
 
 def read_control_group_value(directory: str, name: str) -> List[int]:
     """Numbers of a file of a control group, 'max' as -1; [] where there is no such file."""
-    try:
-        with open(os.path.join(directory, name)) as file:
-            return [-1 if word == 'max' else int(word) for word in file.read().split()]
-    except (OSError, ValueError):
-        return []
+    words = re.findall(rb'-?[0-9]+|max', read_proc_text(os.path.join(directory, name)))
+    return [-1 if word == b'max' else int(word) for word in words]
 
 
 def read_cpu_quota(root: str = '') -> float:
@@ -16099,12 +16103,8 @@ def read_memory_limit(root: str = '') -> float:
 
 def read_available_memory(root: str = '') -> float:
     """Bytes that can be had without swapping (proc(5), meminfo, MemAvailable); infinite where unknown."""
-    try:
-        with open(root + '/proc/meminfo') as file:
-            found = re.search('^MemAvailable: +([0-9]+) kB$', file.read(), re.MULTILINE)
-    except OSError:
-        return math.inf
-    return int(found.group(1)) * 1024 if found else math.inf
+    kilobytes = read_counter(read_proc_text(root + '/proc/meminfo'), b'MemAvailable')
+    return math.inf if kilobytes is None else kilobytes * 1024
 
 
 # -------- the keeper --------
@@ -16126,6 +16126,7 @@ class Keeper:
         reply = b''
         with contextlib.suppress(OSError):
             self.channel.send(format_json([name, arguments]).encode())
+            os.kill(self.pid, signal.SIGURG)
             reply = self.channel.recv(MAX_KEEPER_BYTES)
         if not reply:
             raise Unreachable('the process that keeps this runner has died')
@@ -16144,7 +16145,8 @@ def keep(calls: Dict[str, Callable[..., Any]]) -> Keeper:
     pid = os.getpid()
     spared = read_children(pid)     # of a shell that has called exec(1)
     adopt_orphans(True)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, signal.SIGTSTP, signal.SIGCHLD))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # it may have been ignored
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, KEEPER_SIGNALS)
     try:
         runner = os.fork()
     except OSError as error:
@@ -16185,63 +16187,50 @@ def be_keeper(runner: int, channel: socket.socket, calls: Dict[str, Callable[...
         with contextlib.suppress(OSError):      # SIGKILL
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         os._exit(128 + number)      # process 1 of a container survives that
     os._exit(os.WEXITSTATUS(status))
 
 
 def watch_runner(runner: int, channel: socket.socket, calls: Dict[str, Callable[..., Any]]) -> int:
-    """Pass signals on to a runner, and do what it asks for, until it has ended; its wait status."""
-    def stop(*_: Any) -> None:
-        os.kill(runner, signal.SIGSTOP)
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)    # we stop here, and SIGCONT lets us go on
-        signal.signal(signal.SIGTSTP, stop)
-        os.kill(runner, signal.SIGCONT)
-    handlers = dict.fromkeys(FORWARDED, lambda number, _: send_signal([runner], number))
-    handlers = {number: handler for number, handler in {**handlers, signal.SIGTSTP: stop}.items()
-                if signal.getsignal(number) != signal.SIG_IGN}      # as nohup asks for
-    handlers[signal.SIGCHLD] = lambda *_: None
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
-    poll = select.poll()
-    for descriptor in (reader, channel.fileno()):
-        poll.register(descriptor, select.POLLIN)
-    pid = status = 0
-    while pid != runner:
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        if channel.fileno() in ready and not answer_runner(channel, calls):
-            poll.unregister(channel)
-        if reader in ready:
-            os.read(reader, MAX_KEEPER_BYTES)
-        pid = -1
-        while pid and pid != runner:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-    for number in handlers:
-        signal.signal(number, signal.SIG_IGN if number != signal.SIGCHLD else signal.SIG_DFL)
-    return status
+    """Pass signals on to a runner, and do what it asks for, until it has ended; its wait status.
+
+    They are blocked here from before it began: none is lost, and none ends its keeper.
+    """
+    # nohup(1) asks for some to be ignored.
+    numbers = [number for number in KEEPER_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    while True:
+        number = signal.sigwait(numbers)
+        if number == signal.SIGCHLD:
+            pid = -1
+            while pid:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == runner:
+                    return status
+        elif number == signal.SIGURG:
+            answer_runner(channel, calls)
+        elif number == signal.SIGTSTP:
+            os.kill(runner, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTSTP)
+            for how in (signal.SIG_UNBLOCK, signal.SIG_BLOCK):
+                signal.pthread_sigmask(how, [signal.SIGTSTP])   # we stop here, and SIGCONT lets us go on
+            os.kill(runner, signal.SIGCONT)
+        else:
+            os.kill(runner, number)
 
 
-def answer_runner(channel: socket.socket, calls: Dict[str, Callable[..., Any]]) -> bool:
-    """Do what the runner asks for; False if it asks no more."""
-    try:
-        text, reply = channel.recv(MAX_KEEPER_BYTES), []    # type: bytes, List[Any]
-        if text:
-            name, arguments = parse_json(text.decode())
-            try:
-                reply = [calls[name](*arguments), '', '']
-            except TorcError as error:
-                reply = [None, type(error).__name__, error.message]
-            except OSError as error:    # it waits for an answer
-                reply = [None, Unreachable.__name__, f'{name}: {error.strerror or error}']
-            channel.send(format_json(reply).encode())
-    except OSError:     # it has died
-        return False
-    return bool(text)
+def answer_runner(channel: socket.socket, calls: Dict[str, Callable[..., Any]]) -> None:
+    """Do what the runner asks for."""
+    with contextlib.suppress(OSError):      # it has died, or somebody else has sent the signal
+        text, name = channel.recv(MAX_KEEPER_BYTES, socket.MSG_DONTWAIT).decode(), ''
+        try:
+            name, arguments = parse_json(text)
+            reply = [calls[name](*arguments), '', '']       # type: List[Any]
+        except TorcError as error:
+            reply = [None, type(error).__name__, error.message]
+        except OSError as error:    # it waits for an answer
+            reply = [None, Unreachable.__name__, f'{name}: {error.strerror or error}']
+        channel.send(format_json(reply).encode())
 
 
 # ======== 12a. Monitor: what the processes of jobs, and a node, use ========
@@ -16269,27 +16258,6 @@ OOM_MEMORY_S = 10.0         # so long, at least, what the kernel has killed expl
 CLOCK_TICKS = os.sysconf('SC_CLK_TCK')
 PAGE_BYTES = os.sysconf('SC_PAGE_SIZE')
 ALL_CPUS_PERCENT = 100.0 * (os.cpu_count() or 1)
-
-
-def read_proc_text(path: str, size: int = 65536) -> bytes:
-    """A file of /proc, or its first bytes; b'' if it cannot be read. A larger buffer takes longer to get."""
-    try:
-        with open(path, 'rb', 0) as file:
-            return file.read(size)
-    except OSError:     # it ended perhaps between open and read (ESRCH)
-        return b''
-
-
-def read_stat_fields(root: str, pid: int) -> List[bytes]:
-    """Fields of /proc/PID/stat from the third on, also of a zombie (proc(5)); [] if the process is gone."""
-    fields = read_proc_text(f'{root}/{pid}/stat').rpartition(b')')[2].split()
-    return fields if len(fields) > 21 else []
-
-
-def read_counter(text: bytes, name: bytes) -> Optional[int]:
-    """The number behind a name that begins a line, as in meminfo and memory.events (proc(5))."""
-    found = re.search(rb'^' + name + rb':?\s+([0-9]+)', text, re.MULTILINE)
-    return int(found.group(1)) if found else None
 
 
 class Usage:
@@ -16479,7 +16447,7 @@ class TreeSampler:
             parent = int(fields[1])
             tree = sessions.get(int(fields[3])) or owners.get(parent)
             if tree is None and parent == os.getpid():
-                environ = read_proc_text(f'{self.root}/{pid}/environ', 1 << 21)
+                environ = read_proc_text(f'{self.root}/{pid}/environ')
                 tree = next((tree for tree in trees if tree.mark in environ), None)
             if tree is not None:
                 tree.members[pid], owners[pid] = fields[19], tree
@@ -17024,7 +16992,7 @@ class Launcher:
 
     def owners_of(self, pid: int) -> Set[Process]:
         """Whose a stranger may be: one that it names, or all that run, or at least have not all ended."""
-        session, environ = session_of(pid), read_proc_file(pid, 'environ')
+        session, environ = session_of(pid), read_proc_text(f'/proc/{pid}/environ')
         for process in reversed(list(self.children)):   # a number may be that of an earlier one, too
             if process.pid == session or process.mark in environ:
                 return {process}
