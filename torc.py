@@ -17284,12 +17284,9 @@ SLURM_STATES = {
 
 def parse_slurm_state(text: str) -> str:
     """'CANCELLED by 1000', 'OUT_OF_ME+' -> a name of SLURM_STATES; '' for what is none."""
-    words = text.split()
-    if not words:
-        return ''
-    word = words[0].upper().rstrip('+')
-    found = [name for name in SLURM_STATES if name == word]
-    found = found or [name for name in SLURM_STATES if word != words[0].upper() and name.startswith(word)]
+    word = ''.join(text.split()[:1]).upper()
+    found = [name for name in SLURM_STATES
+             if name == word or word.endswith('+') and name.startswith(word[:-1])]
     return found[0] if len(found) == 1 else ''
 
 
@@ -17880,7 +17877,7 @@ class PlannedScheduler:
         self.class_numbers = set()      # type: Set[int]    # classes of its jobs
         self.stages = []        # type: List[Stage]
         self.chain_s = 0        # how long those of a stage take that wait for each other
-        self.rounds = 0         # how many jobs one after the other, where lengthen() has decided
+        self.rounds = 0         # how many jobs one after the other; 0: as the usual walltime allows
         self.name = ''
         self.walltime_s = 0
         self.nodes = 0          # of one allocation
@@ -17921,22 +17918,15 @@ class PlannedScheduler:
             taken += count / (at_once * rounds)
         return max(1, math.ceil(taken - 1e-9))
 
-    def total(self) -> int:
-        """Allocations for all stages."""
-        return sum(self.count(stage.jobs) for stage in self.stages)
-
-    def lengthen(self, most: int) -> int:
-        """Have as many rounds as it takes to need no more allocations than `most`, or as the partition has
-        time for; how many are needed then.
+    def lengthen(self, factor: int) -> int:
+        """Have so many times as many rounds, or as many as the partition has time for; how many allocations
+        are needed then.
         """
         longest_s = max(1, self.longest_s)
-        low = max(1, self.nominal_walltime(longest_s) // longest_s)
-        high = (self.partition.max_walltime_secs - self.options.end_s) // longest_s
-        while low < high and self.options.walltime_s is None:
-            self.rounds = (low + high) // 2
-            low, high = (low, self.rounds) if self.total() <= most else (self.rounds + 1, high)
-            self.rounds = low
-        return self.total()
+        usual = max(1, self.nominal_walltime(longest_s) // longest_s)
+        rounds = min(usual * factor, (self.partition.max_walltime_secs - self.options.end_s) // longest_s)
+        self.rounds = rounds if rounds > usual and self.options.walltime_s is None else 0
+        return sum(self.count(stage.jobs) for stage in self.stages)
 
     def settle(self, names: Set[str]) -> None:
         """Work out the options; others have these names."""
@@ -18049,21 +18039,21 @@ def find_stages(graph: JobGraph, groups: Sequence[PlannedScheduler]) -> None:
 
 
 def share_out(groups: Sequence[PlannedScheduler], most: Optional[int]) -> None:
-    """Have at most so many allocations, each group with its share: longer ones."""
-    counts = [group.total() for group in groups]
-    wanted = sum(counts)
-    if most is None or wanted <= most:
+    """Have at most so many allocations: all last longer by the same factor, the least that does."""
+    def total(factor: int) -> int:
+        return sum(group.lengthen(factor) for group in groups)
+
+    low, high = 1, NO_TIME_LIMIT_S
+    if most is None or total(low) <= most:
         return
-    least = [group.lengthen(0) for group in groups]
-    spare = most - sum(least)
-    if spare < 0:
-        raise BadInput(f'--max-allocations {most}: at least {most - spare} are needed, one for each '
+    least = total(high)
+    if least > most:
+        raise BadInput(f'--max-allocations {most}: at least {least} are needed, one for each '
                        'scheduler and stage, and more where a partition has not the time for all jobs')
-    for group, fewest, count in zip(groups, least, counts):
-        share = fewest + spare * (count - fewest) // (wanted - sum(least))
-        group.rounds = 0
-        if share < count:
-            group.lengthen(share)
+    while low < high:
+        factor = (low + high) // 2
+        low, high = (low, factor) if total(factor) <= most else (factor + 1, high)
+    total(low)
 
 
 def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitions: Sequence[Partition],
@@ -18140,10 +18130,9 @@ def clear_schedulers(document: Document, replaces: bool) -> None:
     """Take what says where jobs run out of a workflow file, in place, so that positions stay right."""
     value = document.value
     if not isinstance(value, dict):
-        return      # read_plan says what is wrong
-    actions = value.get('actions') if isinstance(value.get('actions'), list) else []
-    jobs = [job for job in value.get('jobs') or () if isinstance(job, dict)] \
-        if isinstance(value.get('jobs'), list) else []
+        return      # read_plan says what is wrong, also with lists that are none
+    actions, jobs = (rows if isinstance(rows, list) else [] for rows in map(value.get, ('actions', 'jobs')))
+    jobs = [job for job in jobs if isinstance(job, dict)]
     found = [what for what, is_there in (
         ('slurm_schedulers', value.get('slurm_schedulers')),
         ('actions of the type schedule_nodes', any(map(is_allocation, actions))),
@@ -18247,27 +18236,19 @@ def scheduler_block(made: PlannedScheduler, account: str) -> Dict[str, Any]:
     return block
 
 
-def rebase_tables(value: Dict[str, Any], directory: str, new_directory: str) -> Dict[str, Any]:
-    """A workflow file for another directory: the tables and lists that it names are found from there, too."""
+def rebase_tables(value: Dict[str, Any], directory: str, new_directory: str) -> None:
+    """Let a workflow file, in place, find the tables and lists that it names from another directory."""
     def rebase(path: str) -> str:
         found = os.path.join(directory, path)
         return path if is_missing(found) else os.path.relpath(found, new_directory)
 
-    def rebase_block(block: Dict[str, Any]) -> Dict[str, Any]:
-        block = dict(block)
+    blocks = [block for name in ('jobs', 'files', 'user_data') for block in value.get(name) or ()]
+    for block in [value, *blocks] if os.path.realpath(directory) != os.path.realpath(new_directory) else ():
         if block.get('parameters_file'):
             block['parameters_file'] = rebase(block['parameters_file'])
-        if block.get('parameters'):
-            block['parameters'] = {
-                name: '@' + rebase(item.strip()[1:].strip()) if str(item).lstrip().startswith('@') else item
-                for name, item in block['parameters'].items()}
-        return block
-
-    if os.path.realpath(directory) == os.path.realpath(new_directory):
-        return value
-    blocks = {name: list(map(rebase_block, value[name])) for name in ('jobs', 'files', 'user_data')
-              if value.get(name)}
-    return {**rebase_block(value), **blocks}
+        for name, item in (block.get('parameters') or {}).items():
+            if str(item).lstrip().startswith('@'):
+                block['parameters'][name] = '@' + rebase(item.strip()[1:].strip())
 
 
 def format_spec(value: Dict[str, Any], format: str) -> str:
@@ -18425,15 +18406,14 @@ def submission_name(submission: Submission) -> str:
     return f"{prefix}wf{workflow['id']}_a{submission.id}"
 
 
-def submission_tag(submission: Submission) -> str:
+def allocation_tag(database_id: str, workflow_id: int, record_id: int) -> str:
     """The comment of an allocation's Slurm job: it is of no other record, nor of another database's."""
-    return f"torc:{submission.database_id[:12]}:{submission.workflow['id']}:{submission.id}"
+    return f'torc:{database_id[:12]}:{workflow_id}:{record_id}'
 
 
-def record_of_comment(text: str) -> Optional[int]:
-    """The record that a Slurm job's comment names, or None."""
-    match = re.match(r'torc:[0-9a-f]+:[0-9]+:([0-9]+)\Z', text)
-    return int(match.group(1)) if match else None
+def submission_tag(submission: Submission) -> str:
+    """The same of a submission."""
+    return allocation_tag(submission.database_id, submission.workflow['id'], submission.id)
 
 
 def job_name_of(submission: Submission) -> str:
@@ -18661,9 +18641,10 @@ def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], Lis
         reply = ask_slurm(find_own_jobs_argv())
         if reply.code:
             return [], [f'squeue: {explain_reply(reply)}']
-        own = {record_of_comment(job.comment): job for job in parse_own_jobs(reply.out)
-               if job.comment.startswith(f"torc:{client.call('get_database')['id'][:12]}:{workflow_id}:")}
-        numbers += [own[row['id']].id for row in unknown if row['id'] in own]
+        own = {job.comment: job.id for job in parse_own_jobs(reply.out)}
+        database_id = client.call('get_database')['id']
+        tags = [allocation_tag(database_id, workflow_id, row['id']) for row in unknown]
+        numbers += [own[tag] for tag in tags if tag in own]
     if numbers:
         reply = ask_slurm(slurm_argv('scancel', *numbers))
         lines = [line for line in reply.err.splitlines() if line.strip()]
@@ -19088,7 +19069,6 @@ def explain_step_failure(text: str) -> str:
 SSTAT_FORMAT = 'JobID,AveCPU,MaxRSS'
 # The fields of the page "Slurm Job Step Monitoring", in its order, and what else is asked for behind them.
 SACCT_FORMAT = 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State'
-MIN_SACCT_FIELDS = 7
 
 
 class StepSample(Row):
@@ -19128,18 +19108,11 @@ def step_number(step_id: str) -> str:
 
 
 def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
-    """Output of sstat for the steps with these numbers -> number -> figures.
-
-    Of a single step the output may also be without its id: '00:01:30|2048576K'.
-    """
-    samples = {}
-    for cells in (line.split('|') for line in text.splitlines()):
-        if len(cells) == 2 and len(numbers) == 1:
-            cells = ['.' + next(iter(numbers)), *cells]
-        number = step_number(cells[0].strip())
-        if len(cells) >= 3 and number in numbers:
-            samples[number] = StepSample(parse_slurm_cpu_time(cells[1]), parse_slurm_memory(cells[2]))
-    return {number: sample for number, sample in samples.items() if sample != (None, None)}
+    """Output of sstat in SSTAT_FORMAT -> number of a step -> figures, for these numbers."""
+    samples = {step_number(step_id): StepSample(parse_slurm_cpu_time(cpu), parse_slurm_memory(size))
+               for step_id, cpu, size in read_slurm_rows(text, 3)}
+    return {number: sample for number, sample in samples.items()
+            if number in numbers and sample != (None, None)}
 
 
 def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
@@ -19148,20 +19121,13 @@ def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
     They are compared here, since --name meant the job's name in some versions. Of several steps with a name
     the last one counts: sacct prints them in their order, those of a requeued job's earlier runs (-D) first.
     """
-    records = {}
-    for line in text.splitlines():
-        if line.partition('|')[0].strip() not in names:     # most, in a job of many short steps
-            continue
-        cells = [cell.strip() for cell in line.split('|')]
-        if len(cells) < MIN_SACCT_FIELDS:
-            continue
-        sizes = map(parse_slurm_memory, cells[1:5])
-        records[cells[0]] = StepRecord(*sizes, parse_slurm_cpu_time(cells[5]), cells[6] or None,
-                                       parse_slurm_state(''.join(cells[7:8])) or None)
-    return records
+    return {name: StepRecord(*map(parse_slurm_memory, sizes), parse_slurm_cpu_time(cpu), node_list or None,
+                             parse_slurm_state(state) or None)
+            for name, *sizes, cpu, node_list, state in read_slurm_rows(text, 8) if name in names}
 
 
-JOB_FORMAT = 'JobID,JobName,State,ExitCode,ElapsedRaw,MaxRSS,TotalCPU,NNodes,NodeList'
+# The name of a job comes last: it may hold any character, also the one that separates.
+JOB_FORMAT = 'JobID,State,ExitCode,ElapsedRaw,MaxRSS,TotalCPU,NNodes,NodeList,JobName'
 MAX_LISTED_JOBS = 5000      # in a command line, of which Linux allows 128 kB a word
 
 
@@ -19186,18 +19152,14 @@ def job_accounts_argv(job_ids: Sequence[str], since: float) -> List[str]:
 
 
 def read_job_accounts(text: str) -> List[JobAccount]:
-    """Output of sacct in JOB_FORMAT. The name of a job may hold any character, also our separator."""
+    """Output of sacct in JOB_FORMAT."""
     found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split('|')]
-        job_id, _, step = cells[0].partition('.')
-        if len(cells) < 9 or not job_id[:1].isdigit():
-            continue
-        state, exit_code, elapsed, size, cpu, nodes, node_list = cells[-7:]
-        found.append(JobAccount(
-            job_id, step, '|'.join(cells[1:-7]), state, exit_code,
-            float(elapsed) if SLURM_NUMBER.match(elapsed) else 0.0, parse_slurm_memory(size),
-            parse_slurm_cpu_time(cpu), int(nodes) if SLURM_NUMBER.match(nodes) else None, node_list))
+    for job_id, state, exit_code, elapsed, size, cpu, nodes, node_list, name in read_slurm_rows(text, 9):
+        job_id, _, step = job_id.partition('.')
+        if job_id[:1].isdigit():
+            found.append(JobAccount(
+                job_id, step, name, state, exit_code, float(parse_least(elapsed) or 0),
+                parse_slurm_memory(size), parse_slurm_cpu_time(cpu), parse_least(nodes), node_list))
     return found
 
 
@@ -19224,37 +19186,22 @@ JOURNAL_SCHEMA = """CREATE TABLE IF NOT EXISTS journaled_completions (
     journaled_at INTEGER NOT NULL       -- seconds since the epoch
 )"""
 JOURNAL_BUSY_S = 5.0        # so long a reader may hold it
-JOURNAL_FIGURES = ('attempt_id', 'return_code', 'exec_time_minutes', 'completion_time', 'peak_memory_bytes',
-                   'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')  # of a completion, in `result`
-JOURNAL_ADDITIONS = ('reason', 'retry', 'max_retries', 'interrupted', 'file_times',     # ... under 'torc_py'
-                     'accounting',      # a row of slurm_stats
-                     'job_name', 'database_id',     # ids mean something else in another database
-                     'recovering')      # its recovery script is to run, or runs, before it is reported
-# Beside Torc's: the runner that writes, and when it left, having waited in vain (seconds since the epoch).
-RUNNER_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_runner (
+# Beside Torc's: that its runner has left, having waited in vain.
+LEFT_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_left (
     compute_node_id INTEGER PRIMARY KEY,
-    hostname        TEXT,
-    pid             INTEGER,
-    identity        TEXT,
-    left_at         INTEGER
+    body            TEXT NOT NULL       -- JSON, RunnerLeft of MODELS
 )"""
-# ... and how actions have ended that it had carried out, if it could not report that.
-ACTIONS_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_actions (
-    action_id INTEGER PRIMARY KEY,
-    success   INTEGER NOT NULL,
-    message   TEXT
-)"""
-
-
 JOURNAL_NAME = 'offline_results_wf{}_r{}_{}.db'     # workflow, run, label: as in Torc
 
 
 def format_journal_entry(completion: Dict[str, Any], workflow_id: int, run_id: int,
                          node_id: int) -> Dict[str, Any]:
     """A completion, as a turn of a runner carries it -> the payload of a row."""
+    ours = model_fields('JournaledDetails')
     names = {'job_id': completion['job_id'], 'status': completion['status'], 'run_id': run_id}
-    figures = {name: completion[name] for name in JOURNAL_FIGURES if name in completion}
-    more = {name: completion[name] for name in JOURNAL_ADDITIONS if completion.get(name) not in (None, False)}
+    figures = {name: completion[name] for name in model_fields('ResultModel')
+               if name in completion and name not in ours}
+    more = {name: completion[name] for name in ours if completion.get(name) not in (None, False)}
     return {**names, 'result': {**names, 'workflow_id': workflow_id, 'compute_node_id': node_id, **figures},
             'torc_py': more}
 
@@ -19268,11 +19215,11 @@ def make_journal(output_dir: str, workflow_id: int, run_id: int, label: str) -> 
     return path
 
 
-def write_journal(path: str, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = (),
-                  actions: Sequence[Dict[str, Any]] = ()) -> None:
+def write_journal(path: str, entries: Iterable[Dict[str, Any]],
+                  left: Optional[Dict[str, Any]] = None) -> None:
     """Keep entries, all or none: they are on disk when this returns. sqlite3.Error if not.
 
-    `runner`: a row of RUNNER_SCHEMA; `actions`: their results, as a turn of a runner carries them.
+    `left`: if the runner leaves now, the RunnerLeft that says so.
     """
     now = int(time.time())
     rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
@@ -19284,14 +19231,13 @@ def write_journal(path: str, entries: Iterable[Dict[str, Any]], runner: Sequence
         for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
             connection.execute(f'PRAGMA {name} = {value}')
         with connection:
-            for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA, ACTIONS_SCHEMA):
-                connection.execute(statement)
+            connection.execute(JOURNAL_SCHEMA)
             connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
                                    rows)
-            if runner:
-                connection.execute('INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)', runner)
-            connection.executemany(
-                'INSERT OR REPLACE INTO torc_py_actions VALUES (:action_id, :success, :message)', actions)
+            if left:
+                connection.execute(LEFT_SCHEMA)
+                connection.execute('INSERT OR REPLACE INTO torc_py_left VALUES (?, ?)',
+                                   (left['compute_node_id'], format_json(left)))
 
 
 # -------- journals, found and read --------
@@ -19304,23 +19250,16 @@ LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose w
 
 
 def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
-    """Paths of the journals of a run below a directory, sorted; and what could not be looked at, in words.
+    """Paths of the journals of a run below a directory, sorted; and which directories could not be searched.
 
     Links are not followed: what they lead to is below the directory anyway, or somebody else's.
     """
     first, last = JOURNAL_NAME.format(workflow_id, run_id, '*').split('*')
-    found, problems = [], []    # type: List[str], List[str]
-
-    def on_error(error: OSError) -> None:
-        problems.append(f'{error.filename} cannot be searched: {error.strerror}')
-    for directory, _, names in os.walk(base_dir, onerror=on_error):
-        for name in names:
-            if name.startswith(first) and name.endswith(last):
-                path = os.path.join(directory, name)
-                is_file = os.path.isfile(path) and not os.path.islink(path)
-                (found if is_file else problems).append(
-                    path if is_file else f'{path} is not a regular file: it was passed over')
-    return sorted(found), sorted(problems)
+    errors = []     # type: List[OSError]
+    paths = (os.path.join(directory, name) for directory, _, names in os.walk(base_dir, onerror=errors.append)
+             for name in names if name.startswith(first) and name.endswith(last))
+    found = sorted(path for path in paths if os.path.isfile(path) and not os.path.islink(path))
+    return found, sorted(f'{error.filename} cannot be searched: {error.strerror}' for error in errors)
 
 
 def look_at_journal(path: str) -> List[Tuple[Any, ...]]:
@@ -19340,6 +19279,13 @@ class JournalContent(Row):
     left: List[Dict[str, Any]] = []     # of RunnerLeft: the runners that have said that they leave
 
 
+def parse_payload(model: str, data: Any) -> Dict[str, Any]:
+    """A JSON column of a row, which may be damaged. ValueError, BadInput."""
+    if not isinstance(data, bytes):
+        raise ValueError('it is no text')
+    return check_model('', model, parse_json(data.decode('utf-8')))
+
+
 def read_journal(path: str) -> JournalContent:
     """Read a journal without changing anything. OSError if it cannot be read now."""
     rows, left, fault = read_copy(path)
@@ -19348,11 +19294,11 @@ def read_journal(path: str) -> JournalContent:
     entries, faults = [], [fault] if fault else []      # type: List[Dict[str, Any]], List[str]
     for job_id, payload in rows:
         try:
-            entry = check_model('', 'JournaledCompletion', parse_json(payload.decode('utf-8')))
+            entry = parse_payload('JournaledCompletion', payload)
             if entry['job_id'] != job_id:
                 raise ValueError(f"it is of job {entry['job_id']}")
             entries.append(entry)
-        except (AttributeError, ValueError, BadInput) as error:     # AttributeError: it is no text
+        except (ValueError, BadInput) as error:
             faults.append(f'the row of job {job_id} is no completion: {error}')
     more = f', and {len(faults) - 1} more such faults' if len(faults) > 1 else ''
     return JournalContent(entries, f'{path}: {faults[0]}{more}' if faults else '', left)
@@ -19385,19 +19331,10 @@ def read_copy(path: str) -> Tuple[List[Tuple[Any, Any]], List[Dict[str, Any]], s
 
 def read_left(connection: sqlite3.Connection) -> List[Dict[str, Any]]:
     """The runners that have left without their server, from a journal; Torc's do not say it."""
-    connection.text_factory = str
-    try:
-        rows = connection.execute('SELECT compute_node_id, hostname, pid, identity FROM torc_py_runner '
-                                  'WHERE left_at IS NOT NULL').fetchall()
-        ended = connection.execute('SELECT action_id, success, message FROM torc_py_actions').fetchall()
-    except sqlite3.OperationalError:    # no such tables
-        return []
-    actions = [{'action_id': action_id, 'success': bool(success),
-                'message': str(message or '')[:MAX_REASON_CHARACTERS]}
-               for action_id, success, message in ended]
-    names = ('compute_node_id', 'hostname', 'pid', 'identity')
-    with contextlib.suppress(BadInput):     # damage: their leases end
-        return [check_model('', 'RunnerLeft', dict(zip(names, row), actions=actions)) for row in rows]
+    with contextlib.suppress(sqlite3.OperationalError, ValueError, BadInput):
+        # no such table; or damage: their leases end
+        return [parse_payload('RunnerLeft', body)
+                for body, in connection.execute('SELECT body FROM torc_py_left').fetchall()]
     return []
 
 
@@ -20588,15 +20525,16 @@ class OfflineDrain(Part):
     def keep(self, is_last: bool = False) -> None:
         """Write all that is not acknowledged, in one transaction: at the end results of actions, too."""
         context, link, attempts = self.context, self.link, self.attempts.of('recovering', 'reported')
-        actions = link.outbox['action_results'] if is_last else []
-        left_at = int(time.time()) if is_last and link.state == 'offline' else None
-        runner = context.node_id, socket.gethostname(), os.getpid(), link.identity, left_at
+        has_left = is_last and link.state == 'offline'
+        actions = link.outbox['action_results'] if has_left else []
+        left = {'compute_node_id': context.node_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
+                'identity': link.identity, 'actions': actions} if has_left else None
         allocation = context.allocation
         label = allocation.label(context.workflow_id) if allocation else socket.gethostname()
         try:
             if not os.path.exists(self.path):       # there is none yet, or it was removed
                 self.path = make_journal(context.output.path, context.workflow_id, context.run_id, label)
-            write_journal(self.path, [self.entry(attempt, is_last) for attempt in attempts], runner, actions)
+            write_journal(self.path, [self.entry(attempt, is_last) for attempt in attempts], left)
         except (OSError, sqlite3.Error) as error:
             self.retry_at = time.monotonic() + context.options.ping_interval_s
             context.say_once('what ends while the server is away is in memory only, until it can be kept in '
@@ -30174,7 +30112,8 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> int:
     path = args['output']
     directory = os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
     source = '' if args['spec'] == '-' else args['spec']
-    value = rebase_tables(made.value, spec_directory(source), directory)
+    value = made.value
+    rebase_tables(value, spec_directory(source), directory)
     if path:
         format = FORMATS.get(os.path.splitext(path)[1].lower(), document.format)
         write_result(path, format_spec(value, format))
