@@ -22783,8 +22783,8 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
                 self.assertEqual((3, 3), (len(names), len(set(names))))
 
     def test_what_sacct_says_of_a_step_comes_before_return_codes(self):
-        rows = ['50|wf1_a1|COMPLETED|0:0|90|||1|n1', '50.0|wf1_j1_r1_a1|TIMEOUT|0:0|60|1000K|00:01|1|n1',
-                '50.1|wf1_j3_r1_a1|OUT_OF_MEMORY|0:125|60|900M|00:01|1|n1', '50.2|wf1_j2_r1_a1|FAILED|3:0|60||00:01|1|n1']
+        rows = ['50|COMPLETED|0:0|90|||1|n1|wf1_a1', '50.0|TIMEOUT|0:0|60|1000K|00:01|1|n1|wf1_j1_r1_a1',
+                '50.1|OUT_OF_MEMORY|0:125|60|900M|00:01|1|n1|wf1_j3_r1_a1', '50.2|FAILED|3:0|60||00:01|1|n1|wf1_j2_r1_a1']
         self.fakes.write('sacct', 'printf "%s\\n" ' + ' '.join(map(shlex.quote, rows)))
         violations = self.recover('--dry-run')['diagnosis']['resource_violations']
         self.assertEqual({'oom': ('lost', 'Slurm says TIMEOUT of its step'), 'bad': ('memory', 'Slurm says OUT_OF_MEMORY of its step')},
