@@ -19593,32 +19593,17 @@ class Ledger:
 # -------- attempts and their states --------
 
 
-class AttemptState(Row):
-    """What the state of an attempt means, and which may follow it."""
-    meaning: str
-    next: Tuple[str, ...]   # none: the runner forgets the attempt
-
-
-ATTEMPT_STATES = {
-    'claimed':      AttemptState('not started yet', ('running', 'ended', 'returned', 'dropped')),
-    'running':      AttemptState('started', ('stopping', 'ended')),
-    'stopping':     AttemptState('asked to end; stopped_for says why', ('ended',)),
-    'ended':        AttemptState('nothing of it lives; to be judged', ('judged', 'dropped')),
-    'judged':       AttemptState('has a verdict, thus a completion', ('recovering', 'reported')),
-    'recovering':   AttemptState('its recovery script runs, or is to run', ('reported', 'dropped')),
-    'reported':     AttemptState('its completion is on the way', ('acknowledged',)),
-    'returned':     AttemptState('given back without a start', ()),
-    'dropped':      AttemptState('reset, or given to others', ()),
-    'acknowledged': AttemptState('its completion was taken in, or refused', ()),
+ATTEMPT_STATES = {      # ... and what may follow. '': the runner forgets the attempt
+    'claimed':    ('running', 'ended', ''),     # '': given back, reset, or given to others
+    'running':    ('ended',),                   # stopped_for says whether it was asked to end
+    'ended':      ('recovering', 'reported', ''),   # nothing of it lives; it is to be judged, or was revoked
+    'recovering': ('reported', ''),             # its recovery script runs, or is to run
+    'reported':   ('',),                        # its completion is on the way; '': taken in, or refused
 }
-STARTED = ('running', 'stopping')
 
 
 class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
-    __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'state', 'grant', 'stdout', 'stderr',
-                 'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason',
-                 'usage', 'cut', 'script', 'limit_at', 'step')
 
     def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]] = ()) -> None:
         self.id = job['id']             # type: int
@@ -19649,6 +19634,10 @@ class Attempt:
         """What the server knows this attempt by, within the run."""
         return self.id, self.attempt_id
 
+    def set_stopping(self, reason: str, signal_number: Optional[int] = None) -> None:
+        """From here on its end is our doing."""
+        self.stopped_for, self.stopped_by, self.limit_at = reason, signal_number, math.inf
+
 
 class Attempts:
     """All attempts in this runner's hands, by state, in the order in which they came to it."""
@@ -19661,19 +19650,13 @@ class Attempts:
         self.by_state[attempt.state][attempt] = None
 
     def change(self, attempt: Attempt, state: str) -> None:
-        """The only way to another state; ValueError if it may not follow. Final states are forgotten."""
-        if state not in ATTEMPT_STATES[attempt.state].next:
-            raise ValueError(f'attempt {attempt.key} is {attempt.state}, and cannot become {state}')
+        """The only way to another state; ValueError if it may not follow."""
+        if state not in ATTEMPT_STATES.get(attempt.state, ()):
+            raise ValueError(f'attempt {attempt.key} is {attempt.state!r}, and cannot become {state!r}')
         del self.by_state[attempt.state][attempt]
         attempt.state = state
-        if ATTEMPT_STATES[state].next:
+        if state:
             self.by_state[state][attempt] = None
-
-    def set_stopping(self, attempt: Attempt, reason: str, signal_number: Optional[int] = None) -> None:
-        """From here on its end is our doing."""
-        attempt.stopped_for, attempt.stopped_by = reason, signal_number
-        if attempt.state == 'running':
-            self.change(attempt, 'stopping')
 
     def of(self, *states: str) -> List[Attempt]:
         """The attempts in these states, or all. A list of its own: the caller may change their states."""
@@ -19681,7 +19664,7 @@ class Attempts:
 
     def find(self, process: Process) -> Optional[Attempt]:
         """The attempt that a process is, if it is one."""
-        return next((attempt for attempt in self.of(*STARTED) if attempt.process is process), None)
+        return next((attempt for attempt in self.of('running') if attempt.process is process), None)
 
     def count(self, *states: str) -> int:
         """How many there are in these states."""
@@ -20248,7 +20231,7 @@ class ServerLink(Part):
     def give_back(self, attempts: Sequence[Attempt]) -> None:
         """Claimed jobs that are not started: others may have them."""
         for attempt in attempts:
-            self.attempts.change(attempt, 'returned')
+            self.attempts.change(attempt, '')
         if attempts:
             self.report('returned', [attempt.key for attempt in attempts])
 
@@ -20280,11 +20263,11 @@ class ServerLink(Part):
         self.is_registered, self.is_doubtful = True, bool(old)
         if old:
             for attempt in self.attempts.of('claimed'):     # others have them
-                self.attempts.change(attempt, 'dropped')
+                self.attempts.change(attempt, '')
             self.outbox.update(started=[], returned=[])
             context.say(f'the server had released compute node {old}, whose lease was over; this runner '
                         f'continues as compute node {context.node_id}, with '
-                        f'{self.attempts.count(*STARTED)} running jobs', 'warning')
+                        f"{self.attempts.count('running')} running jobs", 'warning')
 
     def leave(self, had_failures: bool, had_terminations: bool, figures: Dict[str, Any]) -> None:
         """Take ourselves off the list of nodes; `figures` are fields of ours that are known now."""
@@ -20388,7 +20371,7 @@ class ServerLink(Part):
 
     def all_starts(self) -> List[List[Any]]:
         """Of all attempts that have begun here and are not acknowledged."""
-        begun = self.attempts.of(*STARTED, 'ended', 'judged', 'recovering', 'reported')
+        begun = self.attempts.of('running', 'ended', 'recovering', 'reported')
         return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun
                 if attempt.process]
 
@@ -20476,7 +20459,7 @@ class ServerLink(Part):
         context = self.context
         self.state, self.poll_at = 'offline', now + context.options.ping_interval_s
         context.log.write('Server unreachable past the retry window: entering offline-drain mode.', 'warning',
-                          running=self.attempts.count(*STARTED), unreported=self.attempts.count('reported'))
+                          running=self.attempts.count('running'), unreported=self.attempts.count('reported'))
         if self.launcher.children and context.options.drains:
             context.say('no job is started until the server is back, which is asked every '
                         f'{context.options.ping_interval_s:g} s; what runs goes on', 'warning')
@@ -20574,11 +20557,11 @@ class OfflineDrain(Part):
 #       Monitor.take_usage      what it has used
 #       DirectStarter.judge     what its end means; perhaps later, in Completions.act
 #       Monitor.judge_memory    ... or was it for lack of memory?
-#       Completions.on_verdict  it is `judged`: are declared files there, is it tried again?
+#       Completions.on_verdict  are declared files there, is it tried again?
 #       Completions.report      it is `reported`
 #   ServerLink.send             a request carries it
 #   ServerLink.receive          the server has answered
-#   Completions.on_answer       it is `acknowledged`, and counted
+#   Completions.on_answer       it is counted, and forgotten
 
 
 class ClaimPolicy:
@@ -20866,12 +20849,12 @@ class OutputCap:
 
     def due(self) -> float:
         """The next look, as long as jobs run."""
-        return self.look_at if self.attempts.count(*STARTED) else math.inf
+        return self.look_at if self.attempts.count('running') else math.inf
 
     def act(self, now: float) -> None:
         """Look at all files, for a small part of the time: a slow file system is asked less often."""
         if now >= self.look_at:
-            for attempt in self.attempts.of(*STARTED):
+            for attempt in self.attempts.of('running'):
                 self.cut(attempt)
             self.look_at = now + max(CAP_LOOK_S, 50 * (time.monotonic() - now))
 
@@ -20940,7 +20923,7 @@ class Completions(Part):
         attempt.usage = self.measure.take_usage(attempt, end)
         self.attempts.change(attempt, 'ended')
         if attempt.stopped_for == 'revoked':
-            self.attempts.change(attempt, 'dropped')
+            self.attempts.change(attempt, '')
         else:
             self.judge(attempt)
 
@@ -20976,7 +20959,6 @@ class Completions(Part):
                 verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
             elif self.context.workflow.get('enable_ro_crate'):
                 self.outputs.update(attempt.job['outputs'])
-        self.attempts.change(attempt, 'judged')
         attempt.completion = completion = {
             'job_id': attempt.id, 'attempt_id': attempt.attempt_id, 'return_code': verdict.return_code,
             'status': verdict.status, 'exec_time_minutes': attempt.end.wall_s / 60,
@@ -20992,7 +20974,7 @@ class Completions(Part):
         is_own = attempt.stopped_for in ('', 'deadline', 'memory', 'timeout') and not verdict.is_interrupted
         if is_own and verdict.status in ('failed', 'terminated'):
             self.try_again(attempt)
-        if attempt.state == 'judged':
+        if attempt.state == 'ended':
             self.report(attempt)
 
     def report_cuts(self, attempt: Attempt) -> None:
@@ -21052,7 +21034,7 @@ class Completions(Part):
 
     def drop_recovery(self, attempt: Attempt) -> None:
         """An attempt was revoked: its recovery script would run beside a later one."""
-        self.attempts.change(attempt, 'dropped')
+        self.attempts.change(attempt, '')
         self.context.log.write('No recovery script: another runner has the job', 'warning',
                                **self.context.names(attempt))
         if attempt in self.recoveries:
@@ -21084,7 +21066,7 @@ class Completions(Part):
         """The server has taken in what was sent, or refused it."""
         statuses = {(job_id, attempt_id): status for job_id, attempt_id, status in answer['accepted']}
         for attempt in sent:
-            self.attempts.change(attempt, 'acknowledged')
+            self.attempts.change(attempt, '')
             if attempt.key in statuses:
                 self.count(attempt, statuses[attempt.key])
         for error in answer['errors']:
@@ -21245,12 +21227,12 @@ class Dispatcher(Part):
             return
         for attempt in self.attempts.of('claimed', 'recovering'):
             if attempt.key in gone and attempt.state == 'claimed':
-                self.attempts.change(attempt, 'dropped')
+                self.attempts.change(attempt, '')
             elif attempt.key in gone:
                 self.completions.drop_recovery(attempt)
-        stopped = [attempt for attempt in self.attempts.of(*STARTED) if attempt.key in gone]
+        stopped = [attempt for attempt in self.attempts.of('running') if attempt.key in gone]
         for attempt in stopped:
-            self.attempts.set_stopping(attempt, 'revoked')
+            attempt.set_stopping('revoked')
             context.log.write('Job stopped: another runner has it', 'warning', **context.names(attempt))
         self.starter.kill(stopped)
         if stopped:
@@ -21273,7 +21255,7 @@ class Dispatcher(Part):
                 attempt.limit_at = math.inf
                 overdue += [attempt] if attempt.process.end is None else []
         for attempt in overdue:
-            self.attempts.set_stopping(attempt, 'timeout')
+            attempt.set_stopping('timeout')
             self.context.log.write('Job timeout', 'warning', **self.context.names(attempt))
         if overdue:
             self.starter.stop(overdue, self.context.config['sigterm_lead_seconds'])
@@ -21285,14 +21267,14 @@ class Dispatcher(Part):
 
     def stop(self, reason: str, lead_s: float, signal_number: Optional[int]) -> None:
         """Ask all jobs to end; SIGKILL follows after `lead_s`. A judgement that waits for a signal has it."""
-        name, attempts = signal.Signals(self.context.stop_signal).name, self.attempts.of(*STARTED)
+        name, attempts = signal.Signals(self.context.stop_signal).name, self.attempts.of('running')
         for attempt in self.attempts.of('ended') if signal_number else ():
             if not attempt.stopped_for and may_share_signal(attempt.end):
-                self.attempts.set_stopping(attempt, reason, signal_number)
+                attempt.set_stopping(reason, signal_number)
         for attempt in attempts:
             end = attempt.process.end       # if there is one, only leftovers of the job live
             if not attempt.stopped_for and (end is None or signal_number and may_share_signal(end)):
-                self.attempts.set_stopping(attempt, reason, signal_number)
+                attempt.set_stopping(reason, signal_number)
             if end is None:
                 self.context.log.write(f'Job {name}', workflow_id=self.context.workflow_id, job_id=attempt.id)
         self.starter.stop(attempts, lead_s)
@@ -21464,7 +21446,7 @@ class Monitor(Part):
             used_mb, limit_mb = (math.ceil(size / 1024 ** 2) for size in sizes)
             attempt.reason = f'used {used_mb}MB of memory, and its limit was {limit_mb}MB: raise memory in ' \
                              'its resource_requirements, or set limit_resources: false in execution_config'
-            self.attempts.set_stopping(attempt, 'memory')
+            attempt.set_stopping('memory')
         self.starter.kill([attempt])
         tree.limit_bytes = 0    # once is enough
 
@@ -22542,7 +22524,7 @@ class Shutdown(Part):
             self.leave('deadline', self.context.end - self.dispatcher.starter.kill_before_s - now)
         if self.gives_up:
             self.context.say('the server is away, and jobs do not go on without it (--no-offline-drain): '
-                             f'stopping {self.dispatcher.attempts.count(*STARTED)}', 'warning')
+                             f"stopping {self.dispatcher.attempts.count('running')}", 'warning')
             self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
         if now >= self.context.last_at and not self.is_killed:
             self.kill_all()
@@ -22588,7 +22570,7 @@ class Shutdown(Part):
         if is_first:
             self.interrupted_by, self.interrupted_at = number, now
             self.launcher.act(now)      # what has ended by itself was not stopped
-            count = self.dispatcher.attempts.count(*STARTED)
+            count = self.dispatcher.attempts.count('running')
             self.context.log.write(f'Termination requested ({name} received).', 'warning')
             again = 'again' if number == signal.SIGINT else 'SIGINT'
             self.context.say('the process above this runner was killed' if is_last else
@@ -22617,7 +22599,7 @@ class Shutdown(Part):
         if has_begun:
             self.scripts.stop(self.context.stop_signal, lead_s)
             return
-        log, count = self.context.log, self.dispatcher.attempts.count(*STARTED)
+        log, count = self.context.log, self.dispatcher.attempts.count('running')
         log.write('Jobs terminating', workflow_id=self.context.workflow_id, count=count)
         self.dispatcher.stop(reason, lead_s, self.interrupted_by)
         self.scripts.stop(self.context.stop_signal, lead_s)
@@ -22866,7 +22848,7 @@ class Runner:
         for part in (self.actions, self.dispatcher):    # what an answer brings starts now
             part.act(time.monotonic())
         if self.counts:
-            running = max(self.counts['running'], self.attempts.count(*STARTED))
+            running = max(self.counts['running'], self.attempts.count('running'))
             self.context.progress.on_turn(dict(self.counts, running=running))
         self.context.log.flush()
 
@@ -22927,7 +22909,7 @@ class Runner:
                 self.turn()
                 self.wait()
         except NotFound as error:
-            count = self.attempts.count(*STARTED)
+            count = self.attempts.count('running')
             what = f'; of its jobs {count} ran here, and are killed without a result' if count else ''
             self.context.log.write(f'Leaving: {error.message}{what}', 'error')
             raise NotFound(f'workflow {self.context.workflow_id} was deleted while this runner worked on it'
@@ -23001,7 +22983,7 @@ class Runner:
         `run_id` and `base_dir`.
         """
         context, drain = self.context, self.drain
-        left = self.attempts.of('ended', 'judged', 'recovering', 'reported')
+        left = self.attempts.of('ended', 'recovering', 'reported')
         lost = [attempt.name for attempt in left if attempt not in drain.kept]
         words, where = [], {}       # type: List[str], Dict[str, Any]
         if lost:
