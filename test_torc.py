@@ -12297,7 +12297,6 @@ class LauncherTest(WorldTest):
         super().setUp()
         with self.world.inside():
             self.launcher = torc.Launcher()
-            self.shell = torc.Shell(self.launcher)
         self.addCleanup(self.launcher.close)    # before the world's own: last in, first out
 
     def start(self, command: str, name: str = '1-1', **variables: str) -> Any:
@@ -12305,7 +12304,7 @@ class LauncherTest(WorldTest):
         outputs = [torc.create_file(self.world.path(stem)) for stem in ('out', 'err')]
         try:
             with self.world.inside():
-                return self.shell.start(command, dict(variables, HERE=self.world.directory), outputs, name)
+                return self.launcher.start_command(command, dict(variables, HERE=self.world.directory), outputs, name)
         finally:
             for descriptor in outputs:
                 os.close(descriptor)
@@ -12417,27 +12416,27 @@ class LauncherTest(WorldTest):
         daemon = self.pid_in('a')
         self.end_of(self.start('true', '1-1'))
         self.assertTrue(torc.read_process_start_ticks(daemon))
-        self.launcher.stop(other, signal.SIGTERM, 5)
+        self.launcher.stop([other], signal.SIGTERM, 5)
         self.assertEqual(143, self.end_of(other).return_code)
         self.assertFalse(torc.read_process_start_ticks(daemon))
 
     def test_a_stopped_job_may_clean_up_and_exit_as_it_likes(self):
         process = self.start("trap 'echo saved; exit 42' TERM; echo > ready; while :; do sleep 0.05; done")
         self.world.wait(lambda: os.path.exists(self.world.path('ready')), 10, 'the trap')
-        self.launcher.stop(process, signal.SIGTERM, 20)
+        self.launcher.stop([process], signal.SIGTERM, 20)
         self.assertEqual((42, 0), self.end_of(process)[:2])
         self.assertEqual('saved\n', self.world.read('out'))
 
     def test_a_frozen_job_is_continued_so_that_it_can_end(self):
         process = self.start('kill -STOP $$; sleep 60')
         self.world.wait(lambda: ') T ' in read_text(f'/proc/{process.pid}/stat'), 10, 'the job to be frozen')
-        self.launcher.stop(process, signal.SIGTERM, 20)
+        self.launcher.stop([process], signal.SIGTERM, 20)
         self.assertEqual(143, self.end_of(process).return_code)
 
     def test_a_job_that_ignores_the_signal_is_killed_when_its_time_is_over(self):
         process = self.start("trap '' TERM; echo > ready; while :; do sleep 0.05; done")
         self.world.wait(lambda: os.path.exists(self.world.path('ready')), 10, 'the trap')
-        self.launcher.stop(process, signal.SIGTERM, 0.2)
+        self.launcher.stop([process], signal.SIGTERM, 0.2)
         self.assertLessEqual(self.launcher.due(), time.monotonic() + 0.2)
         self.assertEqual(137, self.end_of(process).return_code)
 
@@ -12455,7 +12454,7 @@ class LauncherTest(WorldTest):
         names = ('other', 'daemon', 'hidden', 'job', 'main')
         for name in names:
             self.pid_in(f'{name}.pid')
-        self.launcher.stop(process, signal.SIGTERM, 20)
+        self.launcher.stop([process], signal.SIGTERM, 20)
         self.world.wait(lambda: all(map(self.world.read, names)), 10, 'all signals', state=lambda: list(map(self.world.read, names)))
         self.assertEqual(['got\n'] * 5, list(map(self.world.read, names)))
         self.world.write('enough', '')
@@ -12464,7 +12463,7 @@ class LauncherTest(WorldTest):
     def test_a_process_that_stops_itself_again_and_again_finds_the_signal(self):
         process = self.start("trap 'exit 7' TERM; echo > ready; while :; do kill -STOP $$; done")
         self.world.wait(lambda: ') T ' in read_text(f'/proc/{process.pid}/stat'), 10, 'the job to be frozen')
-        self.launcher.stop(process, signal.SIGTERM, 20)
+        self.launcher.stop([process], signal.SIGTERM, 20)
         self.assertEqual(7, self.end_of(process).return_code)
 
     def test_nothing_that_a_job_leaves_behind_outlives_it_whatever_it_does(self):
@@ -12487,7 +12486,7 @@ class LauncherTest(WorldTest):
         later = self.start('exec sleep 1000', '3-1')
         pid = self.pid_in('first')
         self.assertTrue(torc.read_process_start_ticks(pid))
-        self.launcher.stop(other, signal.SIGKILL, 0)
+        self.launcher.kill([other])
         self.end_of(other)
         self.assertFalse(torc.read_process_start_ticks(pid))
         self.assertIsNone(later.end)
@@ -12499,7 +12498,7 @@ class LauncherTest(WorldTest):
         self.pid_in('a')
         with unittest.mock.patch.object(torc, 'UNKILLABLE_S', 0.2):
             wake = freeze(self, job.pid)
-            self.launcher.stop(job, signal.SIGKILL, 0)
+            self.launcher.kill([job])
             self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
             self.assertEqual((None, [job], 'killed'), (job.end, list(self.launcher.children), job.state))
             wake()
@@ -12520,7 +12519,7 @@ class LauncherTest(WorldTest):
             self.world.write('go', '')
             self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
             self.assertEqual((0, [job]), (job.end.return_code, list(self.launcher.children)))
-            self.launcher.give_up_unkillable()
+            self.launcher.gives_up = True
             self.world.wait(lambda: self.turn() and not self.launcher.children, 10, 'its end')
             wake()
         self.assertGone('a')
@@ -14789,7 +14788,7 @@ class JobPartsTest(PartTest):
         self.claim(1, 2, 3)
         self.dispatcher.act(time.monotonic())
         self.children = unittest.mock.Mock(children={1: None}, kill_due=list)
-        self.children.kill_children.return_value = []
+        self.children.kill.return_value = []
         return torc.Shutdown(self.server.context, self.children, self.dispatcher, self.scripts, self.server)
 
     # After so many seconds without work, or since the last end of a job here, and what the server says -> why the runner leaves.
@@ -15150,7 +15149,7 @@ class SlurmStarterTest(PartTest):
         argv = self.fakes.calls('srun')[0].argv
         self.assertEqual('--jobid=77 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j1_r1_a1 --nodes=1 --cpus-per-task=1 '
                          f'--mem=0M --gres=none --time=9 --input=none {sys.executable} -I -S', ' '.join(argv[:14]))
-        self.assertEqual([torc.Shell(self.node).path, '-c', attempt.job['command']], argv[-3:])
+        self.assertEqual([self.node.shell, '-c', attempt.job['command']], argv[-3:])
         shutil.rmtree(self.world.path('out', 'slurm_steps'))
         self.assertEqual(('completed', 0, '', False), self.ran('true', number=2))
 
@@ -16915,7 +16914,7 @@ class RunnerTest(RunnerCase):
                 pid = self.world.read('pid').strip()
                 if pid and not steps:
                     steps.append(freeze(self, int(pid)))
-                    runner.launcher.stop(runner.attempts.of('running')[-1].process, signal.SIGKILL, 0)
+                    runner.launcher.kill([runner.attempts.of('running')[-1].process])
                 elif steps and len(steps) == 1 and self.progress.messages:
                     steps.append(runner.policy.ledger.pool.free)
                     self.world.write('go', '')
@@ -26760,11 +26759,11 @@ def run_nasty_jobs(world: World, trials: int, seed: int) -> str:
             counts.update([*chosen, way])
             command = ''.join(NASTY[kind] for kind in chosen).replace('NASTY', world.mark)
             rest = 'exit 3' if way == 'ends' else 'trap "" TERM; while :; do sleep 0.05; done' if chance.random() < 0.5 else 'exec sleep 1000'
-            job = torc.Shell(launcher).start(f'cd "$HERE"; {command} sleep {chance.uniform(0, 0.3):.2f}; {rest}', {'HERE': world.directory},
-                                             (null, null), f'{number}-1')
+            job = launcher.start_command(f'cd "$HERE"; {command} sleep {chance.uniform(0, 0.3):.2f}; {rest}', {'HERE': world.directory},
+                                         (null, null), f'{number}-1')
             if way != 'ends':
                 select.select([], [], [], chance.uniform(0, 0.4))
-                launcher.stop(job, signal.SIGTERM if way == 'is stopped' else signal.SIGKILL, 0.2)
+                launcher.kill([job]) if way == 'is killed' else launcher.stop([job], signal.SIGTERM, 0.2)
             began, done = time.monotonic(), []     # type: float, List[Any]
             world.wait(lambda: (launcher.kill_due(), done.extend(launcher.poll())) and job in done, 10, f'trial {number}: {chosen}, {way}',
                        state=lambda: living(world.mark))
@@ -27358,7 +27357,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33843
+TORC_LINES = 33819
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

@@ -16633,6 +16633,7 @@ RUN_TAG = 'TORC_RUN_TAG'                # variable by which what a job has start
 EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault
 REPLY_TIMED_OUT, REPLY_NOT_STARTED = 124, 125       # as timeout(1); for want of what may come back
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
+NO_USAGE = resource.struct_rusage((0,) * 16)         # where none is known
 UNKILLABLE_SWEEP_S = 1.0                # between rounds of SIGKILL that have been in vain for long
 SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP,
@@ -16858,12 +16859,13 @@ class Launcher:
         self.children: Dict[Process, None] = {}     # these, and those that have left something
         self.strangers: Dict[int, Set[Process]] = {}    # children that we did not start -> whose they may be
         self.queries: List[Tuple[Errand, Callable[[Reply], Any]]] = []
-        self.gives_up = False       # what SIGKILL does not end is taken as ended
+        self.gives_up = False       # what SIGKILL does not end in time is taken as ended
         self.last_at = math.inf     # monotonic; nothing is waited for any longer
         self.environment = {name: value for name, value in os.environb.items()
                             if os.fsdecode(name) not in SECRETS}
         pid, self.session = os.getpid(), os.getsid(0)
         self.tag = encode_text(f'{os.environ.get(RUN_TAG, "")}{pid}.{read_process_start_ticks(pid)}-')
+        self.shell = shutil.which('bash') or shutil.which('sh') or '/bin/sh'
         self.devnull = os.open(os.devnull, os.O_RDONLY)
         self.seal_inherited_descriptors()
         self.exempt = frozenset(read_children(pid))     # of who runs us
@@ -16909,6 +16911,10 @@ class Launcher:
         process.started = began
         self.children[process] = None
         return process
+
+    def start_command(self, command: str, *arguments: Any) -> Process:
+        """Start a command of the shell, otherwise as `start`."""
+        return self.start([*map(encode_text, (self.shell, '-c', command))], *arguments)
 
     def query(self, argv: Sequence[str], limit_s: float, on_reply: Callable[[Reply], Any],
               variables: Optional[Dict[str, Optional[str]]] = None) -> None:
@@ -16962,7 +16968,7 @@ class Launcher:
         try:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file: the status is lost
-            pid, status, usage = process.pid, signal.SIGKILL, resource.struct_rusage((0,) * 16)
+            pid, status, usage = process.pid, signal.SIGKILL, NO_USAGE
         if pid:
             process.close(status, usage)
             del self.running[process.pid]
@@ -17012,42 +17018,36 @@ class Launcher:
 
     # ---- stopping ----
 
-    def stop(self, process: Process, number: int, lead_s: float) -> None:
-        """Ask one process to end; see stop_all."""
-        self.stop_all([process], number, lead_s)
-
-    def stop_all(self, processes: Sequence[Process], number: int, lead_s: float) -> None:
+    def stop(self, processes: Sequence[Process], number: int, lead_s: float) -> None:
         """Ask processes to end, with all that they have started; SIGKILL follows after `lead_s`.
 
         The jobs of a runner that is a job itself are left to that runner.
         """
         kill_at = time.monotonic() + max(lead_s, 0)
-        if number != signal.SIGKILL:        # kill_due does the same for that
-            self.look_for_strangers()
+        self.look_for_strangers()
         for process in processes:
             process.kill_at = min(kill_at, process.kill_at)
-            if process.state == 'running' and number != signal.SIGKILL:
+            if process.state == 'running':
                 process.state = 'asked'
                 self.send(process, number)
 
     def kill_due(self) -> List[Process]:
-        """SIGKILL all that lives of processes whose time is over; those that ran until now."""
+        """SIGKILL for processes whose time is over; those that ran until now."""
         now = time.monotonic()
-        due = [process for process in self.children if now >= process.kill_at]
+        return self.kill([process for process in self.children if now >= process.kill_at])
+
+    def kill(self, processes: Iterable[Process]) -> List[Process]:
+        """SIGKILL all that lives of processes, again and again; those that ran until now."""
+        now, due = time.monotonic(), list(processes)
         if due:
             self.look_for_strangers()
             kill_trees([pid for process in due for pid in self.roots_of(process)])
-        new = [process for process in due if process.state != 'killed']
+        ran = [process for process in due if process.state != 'killed' and process.end is None]
         for process in due:
             process.killed_at = min(now, process.killed_at)
             pause_s = SWEEP_INTERVAL_S if now < process.killed_at + 1 else UNKILLABLE_SWEEP_S
             process.state, process.kill_at = 'killed', now + pause_s
-        return [process for process in new if process.end is None]
-
-    def kill_children(self) -> List[Process]:
-        """SIGKILL all of `children`, now; those that were killed."""
-        self.stop_all(list(self.children), signal.SIGKILL, 0)
-        return self.kill_due()
+        return ran
 
     @property
     def unkillable(self) -> List[Process]:
@@ -17055,18 +17055,13 @@ class Launcher:
         until = time.monotonic() - UNKILLABLE_S
         return [process for process in self.children if process.killed_at <= until]
 
-    def give_up_unkillable(self) -> None:
-        """From now on take what SIGKILL does not end in time as ended: nobody can wait for it."""
-        self.gives_up = True
-
     def give_up(self) -> List[Process]:
         """Processes that SIGKILL could not end, taken as ended."""
         lost = self.unkillable if self.gives_up else []
         for process in lost:
             if self.running.pop(process.pid, None):
                 self.strangers[process.pid] = {process}     # and nobody else's
-                wall_s = time.monotonic() - process.started
-                process.end = ProcessEnd(128 + signal.SIGKILL, signal.SIGKILL, wall_s, 0.0, 0, time.time())
+                process.close(signal.SIGKILL, NO_USAGE)
         return lost
 
     def close(self) -> None:
@@ -17076,20 +17071,6 @@ class Launcher:
         self.listing and self.listing.close()
         os.close(self.devnull)
         adopt_orphans(self.adopted_before)
-
-
-class Shell:
-    """Starts shell commands: by bash where there is one, else sh."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
-        self.path = shutil.which('bash') or shutil.which('sh') or '/bin/sh'
-
-    def start(self, command: str, variables: Dict[str, str], outputs: Sequence[int], name: str,
-              on_end: Callable[[Process], Any] = bool) -> Process:
-        """Start a command, otherwise as Launcher.start."""
-        argv = [encode_text(self.path), b'-c', encode_text(command)]
-        return self.launcher.start(argv, variables, outputs, name, on_end)
 
 
 # ======== 14. Slurm: its programs, what they print, and their states ========
@@ -20639,7 +20620,6 @@ class DirectStarter(Part):
     def __init__(self, context: NodeContext, launcher: Launcher) -> None:
         self.context = context
         self.launcher = launcher
-        self.shell = Shell(launcher)
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         self.kill_before_s = context.config['sigkill_headroom_seconds']     # the end of the node's time
         self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
@@ -20653,7 +20633,7 @@ class DirectStarter(Part):
         open_outputs(context, attempt, outputs)
         command = compose_command(attempt.job['invocation_script'], attempt.job['command'])
         variables = job_variables(attempt, context.variables, attempt.grant.devices)
-        attempt.process = self.shell.start(command, variables, outputs, name, on_end)
+        attempt.process = self.launcher.start_command(command, variables, outputs, name, on_end)
 
     @staticmethod
     def began_at(attempt: Attempt) -> float:
@@ -20662,13 +20642,11 @@ class DirectStarter(Part):
 
     def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
         """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
-        self.launcher.stop_all([attempt.process for attempt in attempts], self.context.stop_signal, lead_s)
+        self.launcher.stop([attempt.process for attempt in attempts], self.context.stop_signal, lead_s)
 
     def kill(self, attempts: Sequence[Attempt]) -> None:
         """SIGKILL, with all that they have started."""
-        self.launcher.stop_all([attempt.process for attempt in attempts], signal.SIGKILL, 0)
-        if attempts:
-            self.launcher.kill_due()
+        self.launcher.kill(attempt.process for attempt in attempts)
 
     def judge(self, attempt: Attempt) -> Optional[Verdict]:
         """What the end of an attempt means, or None for "later": then it is asked again in each turn.
@@ -20692,7 +20670,6 @@ class Scripts:
     def __init__(self, context: NodeContext, launcher: Launcher) -> None:
         self.context = context
         self.launcher = launcher
-        self.shell = Shell(launcher)
         self.started = []       # type: List[Process]  # that were running when the last one was started
 
     def start(self, command: str, variables: Dict[str, str], log_name: str, name: str,
@@ -20706,7 +20683,7 @@ class Scripts:
             self.context.log.write(f'What is to be added to {log_name} is lost: {error.strerror}', 'warning')
             descriptor = os.open(os.devnull, os.O_WRONLY)
         try:
-            process = self.shell.start(command, variables, (descriptor, descriptor), name, on_end)
+            process = self.launcher.start_command(command, variables, (descriptor, descriptor), name, on_end)
         finally:
             os.close(descriptor)
         self.started = [one for one in self.started if one in self.launcher.children] + [process]
@@ -20714,12 +20691,12 @@ class Scripts:
 
     def kill(self, process: Process) -> None:
         """SIGKILL for one of them."""
-        self.launcher.stop(process, signal.SIGKILL, 0)
+        self.launcher.kill([process])
 
     def stop(self, number: int, lead_s: float) -> None:
         """Signal all that run; SIGKILL follows after `lead_s`."""
         running = [process for process in self.started if process in self.launcher.children]
-        self.launcher.stop_all(running, number, lead_s)
+        self.launcher.stop(running, number, lead_s)
 
 
 class Actions(Part):
@@ -21613,7 +21590,6 @@ class SlurmStarter(Part):
         own = f'{socket.gethostname()}_p{os.getpid()}_{read_process_start_ticks(os.getpid())}'
         self.directory = os.path.join(context.output.path, STEPS_DIRECTORY, own)
         self.supervisor = os.path.join(self.directory, SUPERVISOR_NAME)
-        self.shell = Shell(launcher).path
         self.srun = shutil.which(slurm_program('srun')) or 'srun'
         self.variables = step_variables()
         self.early = parse_step_signal(str(context.config.get('srun_termination_signal') or ''))
@@ -21641,7 +21617,7 @@ class SlurmStarter(Part):
             open_outputs(context, attempt, outputs)
             files = [path or os.devnull for path in (attempt.stdout, attempt.stderr)]
             words = [self.srun, *flags, sys.executable or 'python3', '-I', '-S', self.supervisor,
-                     f'{step.stem}.notes', os.getcwd(), *files, self.shell, '-c']
+                     f'{step.stem}.notes', os.getcwd(), *files, self.launcher.shell, '-c']
             variables = {**self.variables, **job_variables(attempt, context.variables, ()), **STEP_EXITS}
             attempt.process = self.launcher.start(
                 [*map(encode_text, words), command], variables, [errors, errors],
@@ -22550,7 +22526,7 @@ class Shutdown(Part):
     def kill_all(self) -> None:
         """SIGKILL everything that still runs."""
         self.is_killed = True
-        self.log_killed(self.launcher.kill_children())
+        self.log_killed(self.launcher.kill(self.launcher.children))
 
     def log_killed(self, processes: Sequence[Process]) -> None:
         """Log what got SIGKILL, in the words of the page."""
@@ -22591,7 +22567,7 @@ class Shutdown(Part):
         self.dispatcher.close()
         if self.link.pace.waits_s:
             self.link.poll_now()
-        self.launcher.give_up_unkillable()
+        self.launcher.gives_up = True
         if reason not in SIGNAL_REASONS:
             return
         self.context.stop_at = math.inf
@@ -22917,7 +22893,7 @@ class Runner:
         finally:
             self.drain.close()
             self.starter.close()
-            self.launcher.kill_children()
+            self.launcher.kill(self.launcher.children)
             figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.context.end - time.monotonic())))
             figures.update(duration_seconds=time.monotonic() - self.began,
                            reason=self.shutdown.left_work or None)
