@@ -19436,23 +19436,22 @@ class NodeSize(Row):
     devices: Tuple[str, ...]    # GPUs, as CUDA_VISIBLE_DEVICES names them
 
 
+def limit_size(size: NodeSize, options: RunnerOptions) -> NodeSize:
+    """A node's size, with what the options say instead."""
+    memory_bytes = size.memory_bytes if options.memory_gb is None else int(options.memory_gb * 1024 ** 3)
+    devices = size.devices if options.num_gpus is None else size.devices[:options.num_gpus]
+    return NodeSize(options.num_cpus or size.num_cpus, memory_bytes, devices)
+
+
 def measure_node(options: RunnerOptions, root: str = '') -> NodeSize:
     """This node's size, where the options do not say otherwise: not all of the machine, but what is ours.
 
     `root` is a prefix of /proc, /sys and /dev.
     """
-    num_cpus, memory_bytes = options.num_cpus, options.memory_gb
-    if num_cpus is None:
-        has_affinity = hasattr(os, 'sched_getaffinity')
-        count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        num_cpus = max(1, int(min(count, read_cpu_quota(root))))
-    if memory_bytes is None:
-        least = min(read_memory_limit(root), read_available_memory(root))
-        all_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-        memory_bytes = int(min(least, all_bytes))
-    else:
-        memory_bytes = int(memory_bytes * 1024 ** 3)
-    return NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus, root))
+    num_cpus = max(1, int(min(len(os.sched_getaffinity(0)), read_cpu_quota(root))))
+    all_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    memory_bytes = int(min(read_memory_limit(root), read_available_memory(root), all_bytes))
+    return limit_size(NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus, root)), options)
 
 
 def named_devices() -> Optional[List[str]]:
@@ -19527,10 +19526,7 @@ class Ledger:
         """Whether nothing at all can start."""
         if self.max_jobs is not None:
             return self.num_jobs >= self.max_jobs
-        for free in self.pool.free:
-            if free.num_cpus > 0:
-                return False
-        return True
+        return not any(free.num_cpus > 0 for free in self.pool.free)
 
     def take(self, needs: Needs, chosen: Sequence[int] = ()) -> Optional[Grant]:
         """Room for a job, on the nodes that the claim chose for it if they have it; or None."""
@@ -22756,13 +22752,6 @@ def runner_nodes(context: NodeContext) -> List[NodeSize]:
         devices = sizes[own].devices if named is None else tuple(named)
         sizes[own] = sizes[own]._replace(memory_bytes=memory_bytes, devices=devices)
     return [limit_size(size, options) for size in sizes]
-
-
-def limit_size(size: NodeSize, options: RunnerOptions) -> NodeSize:
-    """A node of an allocation, with what the options say instead."""
-    memory_bytes = size.memory_bytes if options.memory_gb is None else int(options.memory_gb * 1024 ** 3)
-    devices = size.devices if options.num_gpus is None else size.devices[:options.num_gpus]
-    return NodeSize(options.num_cpus or size.num_cpus, memory_bytes, devices)
 
 
 class Runner:
