@@ -16243,16 +16243,16 @@ def answer_runner(channel: socket.socket, calls: Dict[str, Callable[..., Any]]) 
 # * A process is a job's if its session or its parent is, or if it was adopted by us and has the job's mark in
 #   its environment: what has left all of these before a look is not counted.
 # * The resident size counts a page once for each process that has it (fork(2)). It raises the alarm only: a
-#   job is above its limit if the proportional size is (smaps_rollup, Linux 4.14). That takes 40 ms a GiB, so
-#   that it is not read in the loop, and not often.
+#   job is above its limit if the proportional size is (smaps_rollup, Linux 4.14), without the files that it
+#   maps: their pages the kernel takes back when it lacks memory. To read that takes 40 ms a GiB: it is not
+#   done in the loop, and not often.
 # * wait4(2) knows the CPU time of a job that ended between two samples, and perhaps its peak of memory. What
 #   is not known is left out.
 
 LEAST_LOOK_S = 0.1          # between two looks at a job with a limit
 LOOK_SHARE = 0.02           # of one CPU, at most, for these looks
 FASTEST_GROWTH = 2 << 30    # bytes a second: no job is expected to grow faster
-CHECK_RESTS = 50, 10        # a look at proportional sizes rests so often as long as the last one took; the
-#                             second if the job has grown beyond its limit since
+CHECK_REST = 20             # so many times as long as a check of proportional sizes took, until the next
 CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
 OOM_MEMORY_S = 10.0         # so long, at least, what the kernel has killed explains the end of a job
 CLOCK_TICKS = os.sysconf('SC_CLK_TCK')
@@ -16325,10 +16325,9 @@ class JobTree:
     cpu_percent = None          # type: Optional[float]  # at the last sample
     num_processes = 0
     resident_bytes = 0          # pages counted as often as they are mapped
-    shared_bytes = 0            # so much of it was counted more than once at the last check
+    shared_bytes = 0            # so much of it was not its own at the last check
     memory_bytes = 0            # without these
-    checked_at = -math.inf      # monotonic; when its proportional size was last read
-    check_s = 0.0               # ... and how long that took
+    check_at = -math.inf        # monotonic; not before is it checked again
 
     def __init__(self, pid: int, mark: bytes, began: float, limit_bytes: int = 0) -> None:
         self.pid = pid              # of its first process, and its session
@@ -16382,17 +16381,15 @@ class JobTree:
 
         Workers that write to pages which they have shared take more memory at the same resident size.
         """
-        rest_s = self.check_s * CHECK_RESTS[self.is_above_limit]
-        return 0 < self.limit_bytes < self.resident_bytes and now >= self.checked_at + rest_s
+        return 0 < self.limit_bytes < self.resident_bytes and now >= self.check_at
 
-    def take_check(self, now: float, check_s: float, proportional_bytes: Optional[int]) -> bool:
-        """Its proportional size was read, if not None: whether it is above its limit."""
-        self.checked_at, self.check_s = now, check_s
-        if proportional_bytes is None:
+    def take_check(self, now: float, check_s: float, sizes: Optional[Tuple[int, int]]) -> bool:
+        """Take in what check_tree has found, if it has: whether the job is above its limit."""
+        self.check_at = now + CHECK_REST * check_s
+        if sizes is None:
             return False
-        self.shared_bytes = max(0, self.resident_bytes - proportional_bytes)
-        self.memory_bytes = proportional_bytes
-        self.usage.add_peak(proportional_bytes)
+        self.memory_bytes, self.shared_bytes = sizes
+        self.usage.add_peak(self.memory_bytes)
         return self.is_above_limit
 
 
@@ -16456,24 +16453,30 @@ class TreeSampler:
 
 # -------- memory limits --------
 
-def read_proportional_bytes(root: str, pid: int) -> int:
-    """Memory of a process, of which pages that several have count in parts (proc(5), smaps_rollup).
+def read_memory_sizes(root: str, pid: int) -> Tuple[int, int]:
+    """Memory of a process, of which pages that several have count in parts (proc(5), smaps_rollup), without
+    files; and what else its resident size counts. Nothing if it has ended.
 
-    Where that may not be read (a set-user-ID program): what it shares with no file. 0 if it has ended.
+    Where that may not be read (a set-user-ID program), what it shares with files is all that it shares.
     """
-    kilobytes = read_counter(read_proc_text(f'{root}/{pid}/smaps_rollup'), b'Pss')
-    if kilobytes is not None:
-        return kilobytes * 1024
-    pages = read_proc_text(f'{root}/{pid}/statm').split()
-    return (int(pages[1]) - int(pages[2])) * PAGE_BYTES if len(pages) > 2 else 0
+    text = read_proc_text(f'{root}/{pid}/smaps_rollup')
+    resident, proportional, files = (read_counter(text, name) or 0 for name in (b'Rss', b'Pss', b'Pss_File'))
+    if text:    # Pss_File: Linux 5.4
+        return (proportional - files) * 1024, (resident - proportional + files) * 1024
+    _, pages, shared_pages = (read_proc_text(f'{root}/{pid}/statm').split() or [b'0'] * 3)[:3]
+    return (int(pages) - int(shared_pages)) * PAGE_BYTES, int(shared_pages) * PAGE_BYTES
 
 
-def check_trees(root: str, pids: Sequence[Sequence[int]]) -> List[int]:
-    """Proportional sizes of jobs, given as the pids of each. A look takes 40 ms a GiB: what several share
-    grows in those read late when others are forked, exec or end. The less of two looks at each never is more
-    than what was there between them."""
-    looks = [[[read_proportional_bytes(root, pid) for pid in members] for members in pids] for _ in range(2)]
-    return [sum(map(min, *sizes)) for sizes in zip(*looks)]
+def check_tree(root: str, pids: Sequence[int], limit_bytes: int) -> Tuple[int, int]:
+    """Memory of a job's processes, and what else their resident sizes count.
+
+    What several share grows in those read late when others are forked, exec or end. The less of two looks at
+    each never is more than what was there between them.
+    """
+    found = [read_memory_sizes(root, pid) for pid in pids]
+    if sum(size for size, _ in found) > limit_bytes:
+        found = [min(sizes, read_memory_sizes(root, pid)) for pid, sizes in zip(pids, found)]
+    return sum(size for size, _ in found), sum(rest for _, rest in found)
 
 
 def find_oom_file(root: str = '') -> str:
@@ -16481,16 +16484,6 @@ def find_oom_file(root: str = '') -> str:
     paths = (os.path.join(directory, name) for directory in control_group_directories('memory', root)
              for name in ('memory.events', 'memory.oom_control'))       # of version 2, and of 1
     return next(filter(os.path.exists, paths), '')
-
-
-def is_own_group(directory: str) -> bool:
-    """Whether a control group, with those below it, has no processes of others than us and root (sshd(8))."""
-    owners = set()
-    for path, _, _ in os.walk(directory):
-        for pid in read_control_group_value(path, 'cgroup.procs'):
-            with contextlib.suppress(OSError):      # it has ended
-                owners.add(os.stat(f'/proc/{pid}').st_uid)
-    return owners <= {0, os.geteuid()}
 
 
 class OomCounter:
@@ -16513,7 +16506,7 @@ class OomCounter:
 
     def take(self) -> bool:
         """Whether the kernel has killed something of ours lately that explains no end yet; now it does."""
-        is_new = self.read() > self.count and is_own_group(os.path.dirname(self.path))
+        is_new = self.read() > self.count
         self.count += is_new
         return is_new
 
@@ -21386,8 +21379,8 @@ class Monitor(Part):
         suspects = {attempt: tree for attempt, tree in self.sampler.trees.items() if tree.needs_check(now)}
         if suspects and self.check is None:
             self.suspects = list(suspects)
-            pids = [list(tree.members) for tree in suspects.values()]
-            self.check = self.launcher.begin(functools.partial(check_trees, '/proc', pids))
+            rows = [('/proc', list(tree.members), tree.limit_bytes) for tree in suspects.values()]
+            self.check = self.launcher.begin(lambda: list(itertools.starmap(check_tree, rows)))
 
     def sample_node(self) -> None:
         """One sample of the node."""
@@ -21402,9 +21395,9 @@ class Monitor(Part):
         check, self.check = self.check, None
         if check.error:
             self.context.say_once(f'memory limits: no look at what jobs share was possible: {check.error}')
-        for attempt, size_bytes in zip(self.suspects, check.result or itertools.repeat(None)):
+        for attempt, sizes in zip(self.suspects, check.result or itertools.repeat(None)):
             tree = self.sampler.trees.get(attempt)      # it may have ended
-            if tree is not None and tree.take_check(now, now - check.began, size_bytes):
+            if tree is not None and tree.take_check(now, now - check.began, sizes):
                 self.end_job(attempt, tree)
 
     def end_job(self, attempt: Attempt, tree: JobTree) -> None:
