@@ -17642,7 +17642,7 @@ class FailureTest(unittest.TestCase):
                     self.assertEqual(f'Slurm says {state} of its step', found.evidence)
         for how, size, expected in (({'peak': 2 * GIB}, None, 'memory'), ({}, 3 * GIB, 'memory'), ({'cpu': 300.0}, None, 'cpu')):
             found = torc.classify_failure(job_use(code=1, minutes=5, **how), '', size)
-            self.assertEqual((expected, size or how.get('peak')), (found.kind, found.use.result['peak_memory_bytes']))
+            self.assertEqual((expected, size or how.get('peak')), (found.kind, found.result['peak_memory_bytes']))
 
     def test_the_words_of_runners_are_those_that_count_as_evidence(self):
         end = torc.ProcessEnd(*[0] * len(torc.ProcessEnd._fields))._replace(return_code=143, signal_number=15)

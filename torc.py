@@ -23227,12 +23227,19 @@ TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + S
 
 
 class JobUse(Row):
-    """A job, its requirements, and the result that is looked at."""
+    """A job, its requirements, and the result that is looked at; of a failure also what is known of it."""
     job: Dict[str, Any]
     needs: Dict[str, Any]
     result: Dict[str, Any]
-    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
+    is_stale: bool = False      # the requirements were changed since: what was killed for them got too little
     cause: str = ''             # name of one of FAILURE_CLASSES, where evidence says so; '': to be guessed
+    kind: str = ''              # ... or the guess
+    evidence: str = ''          # one sentence
+
+    @property
+    def job_id(self) -> int:
+        """The job."""
+        return self.job['id']
 
 
 class Comparison(Row):
@@ -23272,22 +23279,6 @@ def runtime_of(result: Dict[str, Any]) -> Optional[float]:
     return None if result['return_code'] == ORPHAN_RETURN_CODE else seconds_of(result)
 
 
-def round_memory_up(value_bytes: float) -> str:
-    """Bytes -> the next whole g, m or k: 13g, 300m."""
-    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
-    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
-
-
-def round_runtime_up(value_s: float) -> str:
-    """Seconds -> the next whole minute: PT2H5M."""
-    return format_duration(60 * max(1, math.ceil(value_s / 60)))
-
-
-def round_cpus_up(percent: float) -> int:
-    """Percent of a CPU -> CPUs."""
-    return max(1, math.ceil(round(percent / 100, 6)))
-
-
 class Measure(Row):
     """What jobs ask for and use: bytes, percent of a CPU, or seconds."""
     title: str                          # in reports
@@ -23295,28 +23286,36 @@ class Measure(Row):
     parse: Callable[[Any], float]       # its value; ValueError if unreadable
     used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
     show: Callable[[float], str]        # as Torc's reports do
-    round_up: Callable[[float], Any]    # to a value of the field
-    round_down: Callable[[float], Any]
+    units: Tuple[Tuple[float, Callable[[int], Any]], ...]   # and so many of them as a value of the field
     keys: Tuple[str, str, str]          # original and new value, and peak, of a correction in Torc's JSON
-    unit: float                         # of that peak
-    least: float                        # that a correction asks for
+    peak_unit: float
     least_saved: float                  # by downsizing, to be worth another requirement; as in Torc
     tolerance: float = 1.0              # of the limit: what is more is no error of a sample
+
+    def round_up(self, value: float) -> Any:
+        """To whole units, at least one, of the largest that there are so many of: 13g, 300m, PT2H5M."""
+        unit, write = next((pair for pair in self.units if value >= pair[0]), self.units[-1])
+        return write(max(1, math.ceil(round(value / unit, 6))))
+
+    def round_down(self, value: float) -> Any:
+        """To whole smallest units."""
+        unit, write = self.units[-1]
+        return write(int(value // unit))
 
 
 MEASURES = {
     'memory': Measure(
         'Memory', 'memory', parse_memory, lambda result: result.get('peak_memory_bytes'), report_memory,
-        round_memory_up, lambda value_bytes: f'{int(value_bytes // MEGABYTE)}m',
-        ('original_memory', 'new_memory', 'max_peak_memory_bytes'), 1, 1024 ** 2, 1024 ** 3),
+        ((MEMORY_UNITS['g'], '{}g'.format), (MEMORY_UNITS['m'], '{}m'.format)),
+        ('original_memory', 'new_memory', 'max_peak_memory_bytes'), 1, 1024 ** 3),
     'cpu': Measure(
         'CPU', 'num_cpus', lambda value: 100.0 * value, lambda result: result.get('peak_cpu_percent'),
-        '{:.1f}%'.format, round_cpus_up, lambda percent: int(percent // 100),
-        ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'), 1, 1, 5, 1.01),
+        '{:.1f}%'.format, ((100, int),),
+        ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'), 1, 5, 1.01),
     'runtime': Measure(
         'Runtime', 'runtime', parse_duration, runtime_of, report_duration,
-        round_runtime_up, lambda value_s: format_duration(60 * int(value_s // 60)),
-        ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'), 60, 60, 1800),
+        ((60, lambda minutes: format_duration(60 * minutes)),),
+        ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'), 60, 1800),
 }
 
 
@@ -23361,7 +23360,7 @@ def find_memory_violation(use: JobUse) -> str:
     limit, runtime_s = limit_of('memory', use.needs), limit_of('runtime', use.needs)
     if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
         return 'memory_exceeded'
-    if use.is_stale or not limit or use.cause not in ('', 'memory'):
+    if not limit or use.cause not in ('', 'memory'):
         return ''
     is_early = not runtime_s or seconds_of(use.result) < OOM_SHARE * runtime_s
     is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and is_early
@@ -23416,42 +23415,37 @@ def new_values(corrections: Iterable[Correction]) -> Dict[str, Any]:
 
 
 def was_ended_for(resource: str, use: JobUse) -> bool:
-    """Whether a job was ended because it had used up a resource, whatever was measured."""
-    if resource == 'memory':
-        return find_memory_violation(use) in ('out_of_memory', 'sigkill_137')
-    return resource == 'runtime' and has_timed_out(use) and not use.is_stale
+    """Whether a job was ended because it had used up what it asks for of a resource, whatever was measured."""
+    is_known = {'memory': find_memory_violation(use) in ('out_of_memory', 'sigkill_137'),
+                'runtime': has_timed_out(use)}
+    return not use.is_stale and limit_of(resource, use.needs) > 0 and is_known.get(resource, False)
 
 
-def increase(resource: str, uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More of a resource, if one of these jobs, of the same requirements, needed more than it asked for."""
-    row, needs = MEASURES[resource], uses[0].needs
-    limit = limit_of(resource, needs)
-    over = [use for use in uses if was_ended_for(resource, use) and limit
-            or (row.used_of(use.result) or 0) > limit * row.tolerance > 0]
-    if not over:
-        return None
-    peak = max(row.used_of(use.result) or 0 for use in over)
-    is_guess = any(was_ended_for(resource, use) for use in over)
-    new = row.round_up(max(peak, limit if is_guess else 0) * multiplier)
-    is_known = peak > limit or resource == 'runtime'
-    return Correction(resource, over, needs[row.field], new, peak if is_known else None)
+def increase(uses: Sequence[JobUse], multipliers: Dict[str, float]) -> List[Correction]:
+    """More of everything that one of these jobs, of the same requirements, lacked: of what has a multiplier."""
+    needs, found = uses[0].needs, []
+    for resource, multiplier in multipliers.items():
+        row, limit = MEASURES[resource], limit_of(resource, needs)
+        over = [use for use in uses if was_ended_for(resource, use)
+                or (row.used_of(use.result) or 0) > limit * row.tolerance > 0]
+        if over:
+            peak = max(row.used_of(use.result) or 0 for use in over)
+            is_guess = any(was_ended_for(resource, use) for use in over)
+            new = row.round_up(max(peak, limit if is_guess else 0) * multiplier)
+            is_known = peak > limit or resource == 'runtime'
+            found.append(Correction(resource, over, needs[row.field], new, peak if is_known else None))
+    return found
 
 
-def increase_all(uses: Sequence[JobUse], multipliers: Dict[str, float]) -> List[Correction]:
-    """More of everything that one of these jobs lacked, of what there are multipliers for."""
-    found = [increase(resource, uses, multiplier) for resource, multiplier in multipliers.items()]
-    return [item for item in found if item]
-
-
-def decrease_all(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
-                 multipliers: Dict[str, float]) -> List[Correction]:
+def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
+             multipliers: Dict[str, float]) -> List[Correction]:
     """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
     needs, found = uses[0].needs, []
     for resource, multiplier in multipliers.items():
         row, limit = MEASURES[resource], limit_of(resource, needs)
         used = [row.used_of(result) or 0 for result in seen]
         if limit and all(used):
-            new = row.round_up(max(max(used) * multiplier, row.least))
+            new = row.round_up(max(used) * multiplier)
             if limit - row.parse(new) > row.least_saved:
                 found.append(Correction(resource, uses, needs[row.field], new, max(used)))
     return found
@@ -23470,12 +23464,12 @@ def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]],
         groups.setdefault(use.needs['id'], []).append(use)
     plan = []
     for needs_id, group in sorted(groups.items()):
-        direction, corrections = 'upscale', increase_all(group, multipliers)
+        direction, corrections = 'upscale', increase(group, multipliers)
         is_well = len(group) == sharers[needs_id] and not any(use.result['return_code'] for use in group)
         if downsizes and is_well and not corrections:
             runs = {(use.job['id'], use.result['run_id']) for use in group}
             seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
-            direction, corrections = 'downscale', decrease_all(group, seen, multipliers)
+            direction, corrections = 'downscale', decrease(group, seen, multipliers)
         plan += [(direction, corrections)] if corrections else []
     return plan
 
@@ -23492,7 +23486,7 @@ def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Di
         found[f'{item.resource}_adjusted'] = True
         found.update(zip(row.keys, (item.original, item.new)))
         if item.peak is not None:
-            found[row.keys[2]] = item.peak if row.unit == 1 else item.peak / row.unit
+            found[row.keys[2]] = item.peak if row.peak_unit == 1 else item.peak / row.peak_unit
     return found
 
 
@@ -23528,18 +23522,6 @@ STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'early': 'timeout', 'ca
                'node': 'lost', 'preempted': 'lost'}
 
 
-class Failure(Row):
-    """A job that did not complete, and why."""
-    use: JobUse         # with its cause, where there is evidence
-    kind: str           # of FAILURE_CLASSES
-    evidence: str       # one sentence
-
-    @property
-    def job_id(self) -> int:
-        """The job."""
-        return self.use.job['id']
-
-
 def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
     """(cause, sentence) from Slurm's state of its step, or what its runner wrote; ('', '') without any."""
     result, reason = use.result, use.result.get('reason') or ''
@@ -23558,7 +23540,7 @@ def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
     return sign, reason if sign else ''
 
 
-def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None) -> Failure:
+def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None) -> JobUse:
     """Why a job failed: by evidence, else by Torc's table of flags.
 
     `state`: Slurm's word for the end of its step, where sacct was asked. `max_rss_bytes`: what the accounting
@@ -23568,16 +23550,13 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
     if peak:
         use = use._replace(result=dict(use.result, peak_memory_bytes=peak))
     cause, evidence = read_evidence(use, state)
-    use = use._replace(cause=cause)
     if cause:
-        return Failure(use, cause, evidence)
+        return use._replace(cause=cause, kind=cause, evidence=evidence)
     found, kind, why = explain_failure(use), 'unknown', ''
     if found.get('memory_violation'):
         kind, why = 'memory', 'as when it is killed for memory'
         if found['oom_reason'] == 'memory_exceeded':
             why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for"
-    elif use.is_stale and found['return_code'] == TERMINATED_CODES['memory']:
-        kind, why = 'memory', 'as when it is killed for memory; it asks for other than then'
     # A guess does not count inside the runtime that was asked for: more of it is not what the job lacked.
     elif found.get('likely_timeout') and (has_timed_out(use) or found.get('likely_runtime_violation')):
         kind, why = 'timeout', f"{found.get('runtime_utilization', 'all')} of its runtime"
@@ -23585,7 +23564,7 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
         kind = 'cpu'
         why = f"{found['peak_cpu_percent']:.0f}% CPU used, {found['configured_cpus']} CPUs asked for"
     seen = f"return code {found['return_code']} after {report_duration(seconds_of(use.result))}"
-    return Failure(use, kind, f'{seen}: {why}' if why else use.result.get('reason') or seen)
+    return use._replace(kind=kind, evidence=f'{seen}: {why}' if why else use.result.get('reason') or seen)
 
 
 class Ceiling(Row):
@@ -23605,8 +23584,8 @@ class Remedy(Row):
 class Remedies(Row):
     """What is done about failures."""
     changes: List[Remedy]
-    retried: List[Failure]
-    left: List[Tuple[Failure, str]]     # not run again, with the reason
+    retried: List[JobUse]
+    left: List[Tuple[JobUse, str]]     # not run again, with the reason
     notes: List[str]
 
 
@@ -23619,29 +23598,29 @@ class RemedyRules(Row):
     losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
 
 
-def plan_remedies(failures: Sequence[Failure], sharers: Dict[int, List[int]],
+def plan_remedies(failures: Sequence[JobUse], sharers: Dict[int, List[int]],
                   rules: RemedyRules) -> Remedies:
     """Which jobs run again, and with what. `sharers`: requirements -> all jobs that have them."""
     made = Remedies([], [], [], [])
-    groups = collections.defaultdict(list)      # type: Dict[Any, List[Failure]]
+    groups = collections.defaultdict(list)      # type: Dict[Any, List[JobUse]]
     for failure in sorted(failures, key=lambda failure: failure.job_id):
         reason = why_left(failure, rules)
         if reason:
             made.left.append((failure, reason))
         else:
-            lacked = tuple(item.resource for item in increase_all([failure.use], rules.multipliers))
-            groups[failure.use.needs['id'], () if rules.is_shared else lacked].append(failure)
+            lacked = tuple(item.resource for item in increase([failure], rules.multipliers))
+            groups[failure.needs['id'], () if rules.is_shared else lacked].append(failure)
     for (needs_id, _), group in sorted(groups.items()):
         corrections = correct_group(group, rules, made)
         if corrections:
             ids = sharers[needs_id] if rules.is_shared else [failure.job_id for failure in group]
-            made.changes.append(Remedy(group[0].use.needs, ids, corrections,
+            made.changes.append(Remedy(group[0].needs, ids, corrections,
                                        len(ids) < len(sharers[needs_id])))
     made.retried.sort(key=lambda failure: failure.job_id)
     return made
 
 
-def why_left(failure: Failure, rules: RemedyRules) -> str:
+def why_left(failure: JobUse, rules: RemedyRules) -> str:
     """Why a job is not run again, before its requirements are looked at; '' if it is."""
     if failure.kind not in rules.kinds:
         return FAILURE_CLASSES[failure.kind].meaning
@@ -23651,17 +23630,17 @@ def why_left(failure: Failure, rules: RemedyRules) -> str:
     return ''
 
 
-def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
+def correct_group(group: Sequence[JobUse], rules: RemedyRules, made: Remedies) -> List[Correction]:
     """The corrections for jobs with the same requirements; adds the jobs to those that run again, or not."""
-    needs, corrections = group[0].use.needs, []     # type: Any, List[Correction]
-    for wanted in increase_all([failure.use for failure in group], rules.multipliers):
+    needs, corrections = group[0].needs, []     # type: Any, List[Correction]
+    for wanted in increase(group, rules.multipliers):
         ceiling = rules.ceiling_of(dict(needs, **new_values(corrections)), wanted.resource)
         corrections += [wanted] if ceiling is None else bound_correction(wanted, ceiling, made.notes)
     helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
     for failure in group:
         lacked = FAILURE_CLASSES[failure.kind].resource
-        goes_on = lacked == 'runtime' and failure.use.job.get('supports_termination')   # from a checkpoint
-        if not lacked or (lacked, failure.job_id) in helped or failure.use.is_stale \
+        goes_on = lacked == 'runtime' and failure.job.get('supports_termination')   # from a checkpoint
+        if not lacked or (lacked, failure.job_id) in helped or failure.is_stale \
                 or 'unknown' in rules.kinds or goes_on:
             made.retried.append(failure)
         else:
@@ -23683,7 +23662,7 @@ def bound_correction(item: Correction, ceiling: Ceiling, notes: List[str]) -> Li
     return [item]
 
 
-def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
+def why_not_helped(failure: JobUse, lacked: str, needs: Dict[str, Any]) -> str:
     """Why a job that lacked a resource gets no more of it."""
     meaning, field = FAILURE_CLASSES[failure.kind].meaning, MEASURES[lacked].field
     if is_placeholder(needs):
@@ -30813,7 +30792,7 @@ class Recovery:
         self.cleaned: Dict[str, Any] = {}       # see clean_up_allocations
         self.jobs: List[Dict[str, Any]] = []
         self.uses: List[JobUse] = []            # of all that ended
-        self.failures: List[Failure] = []
+        self.failures: List[JobUse] = []
         self.refusal = ''                       # somebody is at work: no new run
         self.num_left = 0                       # jobs that wait, with nobody to run them
         self.is_resumed = False                 # only jobs that were left run: no new run begins
@@ -31022,7 +31001,7 @@ class Recovery:
 
     def find_ceiling(self) -> Callable[[Dict[str, Any], str], Optional[Ceiling]]:
         """How much time and memory jobs can get of the allocations to come, until these stop them."""
-        if self.mode != 'slurm' or not any(increase_all([failure.use], self.multipliers)
+        if self.mode != 'slurm' or not any(increase([failure], self.multipliers)
                                            for failure in self.failures):
             return lambda needs, resource: None
         walltime, end_s = self.options.walltime, plan_times(self.workflow)['end_s']
@@ -31139,7 +31118,7 @@ class Recovery:
             result['slurm_dry_run'] = self.slurm_plan
         result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, changed=self.outdated)
         result['not_retried'] = [
-            {'job_id': failure.job_id, 'job_name': failure.use.job['name'], 'failure_class': failure.kind,
+            {'job_id': failure.job_id, 'job_name': failure.job['name'], 'failure_class': failure.kind,
              'reason': reason} for failure, reason in self.remedies.left]
         if self.submitted is not None:
             result['slurm'] = self.submitted
@@ -31168,7 +31147,7 @@ def describe_diagnosis(recovery: Recovery) -> Dict[str, Any]:
     found = [item for use in recovery.uses for item in compare_use(use)]
     over = sorted((item for item in found if item.over_percent > 1),
                   key=lambda item: -item.used / item.limit)
-    failures = [dict(explain_failure(failure.use), failure_class=failure.kind, evidence=failure.evidence)
+    failures = [dict(explain_failure(failure), failure_class=failure.kind, evidence=failure.evidence)
                 for failure in recovery.failures]
     return {'workflow_id': recovery.workflow_id, 'total_results': len(recovery.uses),
             'over_utilization_count': len(over),
@@ -31405,13 +31384,13 @@ def format_classes(recovery: Recovery, style: Style) -> str:
     return text
 
 
-def format_failures(failures: Sequence[Failure], style: Style) -> str:
+def format_failures(failures: Sequence[JobUse], style: Style) -> str:
     """Jobs of one class, for people."""
     rows = []
     for failure in failures[:RECOVER_ROWS_SHOWN]:
-        needs, found = failure.use.needs, explain_failure(failure.use)
-        rows.append((failure.job_id, failure.use.job['name'], found['return_code'],
-                     report_duration(seconds_of(failure.use.result)), needs['memory'],
+        needs, found = failure.needs, explain_failure(failure)
+        rows.append((failure.job_id, failure.job['name'], found['return_code'],
+                     report_duration(seconds_of(failure.result)), needs['memory'],
                      found.get('peak_memory_formatted', '-'), needs['runtime'], failure.evidence))
     text = format_table(FAILURE_COLUMNS, rows, style)
     more = len(failures) - len(rows)
@@ -31425,9 +31404,9 @@ def format_remedies(remedies: Remedies, style: Style) -> str:
             for change in remedies.changes for item in change.corrections]
     titles = ('Requirements', 'Jobs', 'For', 'Resource', 'Old', 'New', 'Peak')
     text = format_table(titles, rows, style) if rows else ''
-    names = first_of([failure.use.job['name'] for failure in remedies.retried], CANDIDATES_SHOWN)
+    names = first_of([failure.job['name'] for failure in remedies.retried], CANDIDATES_SHOWN)
     lines = [f'To run again: {names}'] if remedies.retried else []
-    lines += [f"{failure.use.job['name']} does not run again: {reason}"
+    lines += [f"{failure.job['name']} does not run again: {reason}"
               for failure, reason in remedies.left[:RECOVER_ROWS_SHOWN]]
     return text + format_lines(map(printable_line, [*lines, *remedies.notes]))
 
