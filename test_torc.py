@@ -64,7 +64,6 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     16h. Runner's loop
     17. Recovery
     17a. Diagnosis
-    17b. Regeneration
     17c. Watching
     18. Remote
     19. Rendering
@@ -17721,8 +17720,6 @@ class RemedyTest(unittest.TestCase):
         self.assertEqual(['again 1'], self.planned(job_use(1, memory='8g', code=137, minutes=5, reason=memory)._replace(is_stale=True)))
 
 
-# ======== 17b. Regeneration ========
-
 # ======== 17c. Watching ========
 
 def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
@@ -17744,11 +17741,11 @@ class WatchRecordTest(ServiceTest):
     def setUp(self) -> None:
         super().setUp()
         self.workflow_id = self.create('x:\ny: x')
-        self.watcher = torc.Watcher(torc.WatchRules(), {}, self.clock)
+        self.watcher = torc.Watcher({}, {}, self.clock)
 
     def look(self) -> Any:
         """A poll, of a process that takes the place of one that was killed."""
-        self.watcher = torc.Watcher(torc.WatchRules(), json.loads(json.dumps(self.watcher.counted)), self.clock)
+        self.watcher = torc.Watcher({}, json.loads(json.dumps(self.watcher.counted)), self.clock)
         last = self.watcher.last_result
         self.watcher.look(self.call('observe_workflow', workflow_id=self.workflow_id, **({} if last is None else {'last_result': last})),
                           self.clock)
@@ -17809,25 +17806,33 @@ class WatchRecordTest(ServiceTest):
 
 class WatcherTest(unittest.TestCase):
     """What is decided, on a clock that only the test moves."""
+    NOW = 10 ** 7
+    OPTIONS = {
+        'plain': {}, 'recover': {'recover': True}, 'agent': {'ai_recovery': True},
+        'once': {'once': True}, 'schedule': {'auto_schedule': True}, 'keep': {'persistent': True},
+        'always': {'auto_schedule': True, 'persistent': True},
+        'never': {'auto_schedule': True, 'auto_schedule_stranded_timeout': 0},
+        'at once': {'auto_schedule': True, 'once': True},
+        'twice': {'recover': True, 'max_retries': 2}, 'all': {'recover': True, 'retry_unknown': True},
+        'twenty': {'recover': True, 'recovery_hook': 'hook', 'max_retries': 20}}
 
-    @staticmethod
-    def watcher(counted: Optional[Dict[str, Any]] = None, **rules: Any) -> Any:
-        return torc.Watcher(torc.WatchRules(**rules), dict({'last_result': 1}, **counted or {}), 10000.0)
+    def watcher(self, options: str, **counted: Any) -> Any:
+        """One with the options of `watch`, which goes on with what it has counted."""
+        args = dict.fromkeys('recover max_retries retry_unknown recovery_hook ai_recovery persistent once auto_schedule'.split())
+        args.update(auto_schedule_threshold=5, auto_schedule_cooldown=1800.0, auto_schedule_stranded_timeout=7200.0)
+        args.update(self.OPTIONS[options])
+        return torc.Watcher(args, dict({'last_result': 1, 'began_at': self.NOW}, **counted), self.NOW)
 
-    def step(self, watcher: Any, now: float, *said: Any, **more: Any) -> Tuple[str, str, int]:
+    def step(self, watcher: Any, clock: float, *said: Any, **more: Any) -> Tuple[str, str, int]:
         """The first step of a poll: name, reason, exit code."""
         watcher.begin_poll()
-        watcher.look(watched(*said, **more), 10000.0)
-        return tuple(watcher.next_step(now))[:3]
+        watcher.look(watched(*said, **more), clock)
+        return tuple(watcher.next_step(clock))[:3]
 
     def test_what_follows_from_what_is_seen_after_slurm_was_asked(self):
-        rules = {
-            'plain': {}, 'recover': {'recovers': True}, 'agent': {'asks_agent': True},
-            'once': {'is_once': True}, 'schedule': {'schedules': True}, 'keep': {'is_persistent': True},
-            'twice': {'recovers': True, 'max_retries': 2}, 'all': {'recovers': True, 'retries_unknown': True},
-            'twenty': {'recovers': True, 'retries_unknown': True, 'max_retries': 20}}
+        # age, tried: seconds since the watch began, and since it last asked for allocations.
         table = rows_of("""
-            counts                       workers    rules     more              step      exit  reason
+            counts                       workers    options   more              step      exit  reason
             3 completed                  -          plain     -                 end       0     complete: 3
             2 completed, 1 disabled      -          recover   -                 end       0     complete
             3 completed                  1 nodes    plain     -                 wait      0     all jobs have
@@ -17851,10 +17856,11 @@ class WatcherTest(unittest.TestCase):
             1 pending_failed, 2 ready    1 active   plain     -                 wait      0     -
             2 ready, 1 running           1 nodes    plain     -                 wait      0     -
             2 ready, 1 running           -          plain     -                 wait      0     -
-            2 ready                      1 pending  schedule  -                 wait      0     -
             2 ready                      -          schedule  -                 schedule  0     2 jobs are
             2 ready, 1 failed            -          schedule  -                 schedule  0     2 jobs are
             2 ready                      -          schedule  scheduler=0       wait      0     left: 2 ready
+            2 ready                      -          schedule  labels=2          wait      0     left: 2 ready
+            3 ready                      -          schedule  labels=2          schedule  0     1 jobs are
             2 blocked                    -          schedule  -                 wait      0     left: 2 block
             2 ready                      -          recover   -                 wait      0     nobody is
             2 ready                      -          recover   done=1            schedule  0     2 jobs are
@@ -17868,22 +17874,49 @@ class WatcherTest(unittest.TestCase):
             2 ready                      -          once      local=0,scheduler=0  end    1     (`run` it,
             2 ready                      -          keep      -                 wait      0     nobody is
             3 uninitialized              -          once      -                 end       1     3 uninitialized
+            2 ready                      1 pending  schedule  age=1799          wait      0     -
+            9 ready                      1 active   schedule  age=1800,unplanned=5  schedule  0  5 ready jobs are in
+            9 ready                      1 active   schedule  age=7199,unplanned=4  wait  0     -
+            9 ready                      1 active   schedule  age=7200,unplanned=1  schedule  0  1 ready jobs are in
+            9 ready                      1 active   schedule  age=7200,unplanned=0  wait  0     -
+            9 ready                      1 active   never     age=7200,unplanned=1  wait  0     -
+            9 ready                      1 active   plain     age=7200          wait      0     -
+            9 ready                      1 active   schedule  age=7200,tried=1799   wait  0     -
+            9 ready                      1 active   schedule  age=7200,tried=1800,unplanned=9  schedule  0  in no plan
+            9 ready                      1 active   schedule  losses=1,age=1799  wait     0     -
+            5 ready                      1 active   schedule  losses=1,age=1800  schedule  0    and allocations were
+            4 ready                      1 active   schedule  losses=1,age=1800,unplanned=4  wait  0  -
+            1 ready                      1 active   schedule  losses=1,age=7200  schedule  0    and allocations were
+            1 blocked                    1 active   schedule  losses=1,age=7200  wait     0     -
+            2 ready                      -          schedule  idle=1,tried=59   wait      0     of 1 submissions in a row
+            2 ready                      -          schedule  idle=1,tried=60   schedule  0     2 jobs are
+            2 ready                      -          schedule  idle=5,tried=959  wait      0     those of 5
+            2 ready                      -          schedule  idle=5,tried=960  schedule  0     2 jobs are
+            2 ready                      -          schedule  idle=6,tried=99999  end     1     those of 6
+            2 ready                      -          always    idle=6,tried=99999  schedule  0   2 jobs are
+            2 ready                      -          at once   idle=1,tried=10   end       1     those of 1
         """)
         keys = {'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled', 'losses': 'has_interruptions',
                 'useful': 'last_completed_run'}
         for row in table:
             with self.subTest(**row):
                 more = {key: int(value) for key, value in (pair.split('=') for pair in row['more'].split(',') if pair)}
-                done, begun = more.pop('done', 0), more.pop('begun', 0)
-                watcher = self.watcher({'recovered_runs': list(range(100 - done + begun, 100 + begun))}, **rules[row['rules']])
-                watcher.on_look(1000.0, [])
-                name, reason, code = self.step(watcher, 1001.0, row['counts'], row['workers'],
-                                               **{keys[key]: value for key, value in more.items()})
-                self.assertEqual((row['step'], int(row['exit'])), (name, code))
-                self.assertIn(row['reason'], reason)
+                done, begun, unplanned, labels = (more.pop(key, 0) for key in ('done', 'begun', 'unplanned', 'labels'))
+                tried = more.pop('tried', None)
+                watcher = self.watcher(row['options'], recovered_runs=list(range(100 - done + begun, 100 + begun)),
+                                       began_at=self.NOW - more.pop('age', 0), idle_submissions=more.pop('idle', 0),
+                                       scheduled_at=None if tried is None else self.NOW - tried)
+                watcher.on_look(self.NOW - 1, [])
+                more = dict({keys[key]: value for key, value in more.items()}, labels={'gpu': labels} if labels else {})
+                found = self.step(watcher, self.NOW, row['counts'], row['workers'], **more)
+                if found[0] == 'count':
+                    watcher.unplanned = list(range(unplanned))
+                    found = watcher.next_step(self.NOW)
+                self.assertEqual((row['step'], int(row['exit'])), (found[0], found[2]))
+                self.assertIn(row['reason'], found[1])
 
     def test_slurm_is_asked_once_a_minute_at_most_and_only_if_there_is_something_to_ask_for(self):
-        watcher, looks = self.watcher(recovers=True, schedules=True), []
+        watcher, looks = self.watcher('schedule'), []
         for second in range(600):
             found = self.step(watcher, float(second), '1 ready', '1 pending')
             if found[0] == 'look':
@@ -17897,7 +17930,7 @@ class WatcherTest(unittest.TestCase):
         self.assertEqual('look', self.step(watcher, 1000.0, '1 running', '')[0])     # whose runner is gone
 
     def test_a_workflow_that_stands_still_is_given_up_when_two_polls_have_seen_that(self):
-        watcher, keeper = self.watcher(), self.watcher(is_persistent=True)
+        watcher, keeper = self.watcher('plain'), self.watcher('keep')
         for counts, workers in (('1 blocked', ''), ('1 ready', '1 nodes'), ('1 ready', '')):
             self.assertEqual('wait', self.step(watcher, 0.0, counts, workers)[0])
         self.assertEqual(('end', 'nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu '
@@ -17905,64 +17938,23 @@ class WatcherTest(unittest.TestCase):
                          self.step(watcher, 3.0, '1 ready', labels={'gpu': 1}))
         self.assertEqual({'wait'}, {self.step(keeper, 0.0, '1 ready')[0] for _ in range(5)})
 
-    def test_jobs_without_a_plan_or_labels_get_allocations_when_they_are_many_or_have_waited_for_long(self):
-        for age_s, number, more, wanted in (
-                (1799, 9, {}, 'wait'), (1800, 9, {}, 'schedule'), (1800, 5, {}, 'schedule'), (1800, 4, {}, 'wait'), (7199, 1, {}, 'wait'),
-                (7200, 1, {}, 'schedule'), (7200, 0, {}, 'wait'), (7200, 9, {'scheduled_at': 9000.0}, 'wait'),
-                (7200, 9, {'scheduled_at': 8200.0}, 'schedule'), (7200, 1, {'stranded_s': 0}, 'wait'), (7200, 9, {'schedules': False}, 'wait')):
-            with self.subTest(age_s=age_s, number=number, more=more):
-                counted = {'began_at': 10000.0 - age_s, 'scheduled_at': more.pop('scheduled_at', None)}
-                watcher = self.watcher(counted, **dict({'schedules': True}, **more))
-                watcher.on_look(0.0, [])
-                if self.step(watcher, 1.0, '9 ready', '1 active')[0] == 'count':
-                    watcher.unplanned = list(range(number))
-                self.assertEqual(wanted, watcher.next_step(1.0).name)
-        for ready, wanted in (('2 ready', 'wait'), ('3 ready', 'schedule')):
-            self.assertEqual(wanted, self.step(self.watcher(schedules=True), 0.0, ready, labels={'gpu': 2})[0])
-
-    def test_what_a_loss_leaves_to_few_allocations_is_planned_anew(self):
-        for age_s, counts, wanted in ((1799, '9 ready', 'wait'), (1800, '5 ready', 'schedule'), (1800, '4 ready', 'count'),
-                                      (7200, '1 ready', 'schedule'), (7200, '1 blocked', 'wait')):
-            with self.subTest(age_s=age_s, counts=counts):
-                watcher = self.watcher({'began_at': 10000.0 - age_s}, schedules=True)
-                watcher.on_look(0.0, [])
-                self.assertEqual(wanted, self.step(watcher, 1.0, counts, '1 active', has_interruptions=True)[0])
-                self.assertIsNone(watcher.unplanned)    # all that is left
-                if wanted == 'schedule':
-                    watcher.on_no_submission(1.0, '')
-                    watcher.on_look(1800.0, [])
-                    self.assertEqual(['wait', 'schedule'], [self.step(watcher, now, counts, '1 active', has_interruptions=True)[0]
-                                                            for now in (1800.0, 1801.0)])
-
     def test_what_slurm_refuses_is_tried_again_at_growing_intervals_and_given_up_after_the_sixth_time(self):
-        keeper, watcher, now, pauses = self.watcher(schedules=True, is_persistent=True), self.watcher(schedules=True), 0.0, []
-        for number in range(1, 9):
-            self.assertEqual('schedule', self.step(keeper, now, '2 ready')[0])
-            self.assertEqual('schedule' if number < 7 else 'end', self.step(watcher, now, '2 ready')[0])
-            for one in (keeper, watcher):
-                one.on_no_submission(now, 'sbatch: no')
-            self.assertEqual(('wait', 'no allocations: sbatch: no', 0), self.step(keeper, now + 1, '2 ready'))
-            pauses.append(keeper.retry_at - now)
-            now = keeper.retry_at
-        self.assertEqual([60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, 1800.0, 1800.0], pauses)
-        self.assertEqual(('end', 'no allocations: sbatch: no', 1), self.step(watcher, now, '2 ready'))
-        watcher.on_look(now, [])
-        self.step(watcher, now, '9 ready', '1 active')      # what was refused beside others is tried when these are gone
-        self.assertEqual('schedule', self.step(watcher, now, '9 ready')[0])
-        keeper.on_submission()
-        self.assertEqual((0, ''), (keeper.num_failures, keeper.failure))
-
-    def test_allocations_in_which_no_job_ended_are_replaced_at_growing_intervals_and_given_up_at_last(self):
-        for number, age_s, name, rules in ((0, 0, 'schedule', {}), (1, 59, 'wait', {}), (1, 60, 'schedule', {}), (2, 119, 'wait', {}),
-                                           (2, 120, 'schedule', {}), (5, 959, 'wait', {}), (5, 960, 'schedule', {}), (6, 10 ** 6, 'end', {}),
-                                           (6, 10 ** 6, 'schedule', {'is_persistent': True}), (1, 10, 'end', {'is_once': True})):
-            with self.subTest(number=number, age_s=age_s):
-                watcher = self.watcher({'idle_submissions': number, 'scheduled_at': 10000.0 - age_s}, schedules=True, **rules)
-                found, reason, code = self.step(watcher, 1.0, '2 ready')
-                self.assertEqual((name, int(name == 'end'), name != 'schedule'), (found, code, f'of {number} submissions in a row' in reason))
+        for options, count, last in (('always', 7, 'schedule'), ('schedule', 5, 'end')):
+            watcher, now = self.watcher(options), self.NOW
+            for pause_s in (60, 120, 240, 480, 960, 1800, 1800)[:count]:
+                self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
+                watcher.on_no_submission('sbatch: no')
+                self.assertEqual(('wait', 'no allocations: sbatch: no', 0), self.step(watcher, now + pause_s - 1, '2 ready'))
+                now += pause_s
+            self.step(watcher, now, '2 ready')
+            watcher.on_no_submission('sbatch: no')
+            self.assertEqual(last, self.step(watcher, now + 1800, '2 ready')[0])
+        watcher.on_look(now + 1800, [])
+        self.step(watcher, now + 1800, '9 ready', '1 active')      # what was refused beside others may be taken without
+        self.assertEqual('schedule', self.step(watcher, now + 1800, '9 ready')[0])
 
     def test_a_recovery_that_was_refused_is_not_tried_again_in_the_same_run(self):
-        watcher = self.watcher(recovers=True)
+        watcher = self.watcher('recover')
         self.assertEqual('recover', self.step(watcher, 0.0, '1 failed')[0])
         watcher.on_recovered('the hook said no')
         self.assertEqual(('end', 'what failed is not run again: the hook said no', 1), self.step(watcher, 0.0, '1 failed'))
@@ -22565,7 +22557,7 @@ class RecoverTest(RecoverCase):
         self.world.write('w.yaml', 'name: w\ncompute_node_min_time_for_new_jobs_seconds: 1\nexecution_config: {sigterm_lead_seconds: 0, sigkill_headroom_seconds: 1}\n'
                          'resource_requirements: [{name: s, runtime: PT1S}, {name: l, runtime: PT2M}]\njobs: [{name: short, command: '
                          'sleep 60, resource_requirements: s}, {name: long, command: sleep 60, resource_requirements: l}]\n')
-        self.assertExit(1, self.world.cli('run', 'w.yaml', '--max-parallel-jobs', '2', '--time-limit', '3s'))
+        self.assertExit(1, self.world.cli('run', 'w.yaml', '--max-parallel-jobs', '2', '--time-limit', '6s'))
         result = self.json('recover 1')
         kinds = {row['job_name']: row['failure_class'] for row in result['diagnosis']['resource_violations']}
         self.assertEqual({'short': 'timeout', 'long': 'lost'}, kinds, result)

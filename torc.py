@@ -23415,14 +23415,14 @@ def new_values(corrections: Iterable[Correction]) -> Dict[str, Any]:
 
 
 def was_ended_for(resource: str, use: JobUse) -> bool:
-    """Whether a job was ended because it had used up what it asks for of a resource, whatever was measured."""
+    """Whether a job was ended because it had used up a resource, whatever was measured."""
     is_known = {'memory': find_memory_violation(use) in ('out_of_memory', 'sigkill_137'),
                 'runtime': has_timed_out(use)}
     return not use.is_stale and limit_of(resource, use.needs) > 0 and is_known.get(resource, False)
 
 
 def increase(uses: Sequence[JobUse], multipliers: Dict[str, float]) -> List[Correction]:
-    """More of everything that one of these jobs, of the same requirements, lacked: of what has a multiplier."""
+    """More of each resource with a multiplier that one of these jobs, of the same requirements, lacked."""
     needs, found = uses[0].needs, []
     for resource, multiplier in multipliers.items():
         row, limit = MEASURES[resource], limit_of(resource, needs)
@@ -23910,20 +23910,6 @@ IDLE_RECOVERIES = 10        # in a row without a job that completed, after which
 LASTING_ALLOCATION_S = 1800.0   # jobs that were interrupted so long after a submission may have got on
 
 
-class WatchRules(Row):
-    """What the options of `watch` ask for."""
-    recovers: bool = False
-    max_retries: Optional[int] = None       # recoveries; None: any number
-    retries_unknown: bool = False           # also what nothing is changed for
-    asks_agent: bool = False                # to decide on jobs that are pending_failed
-    is_persistent: bool = False
-    is_once: bool = False                   # there is no next poll
-    schedules: bool = False
-    threshold: int = 5                      # unplanned jobs that are worth an allocation
-    cooldown_s: float = 1800.0              # between two times
-    stranded_s: float = 7200.0              # ... after which one job is enough; 0: never
-
-
 class WatchStep(Row):
     """What is to be done now.
 
@@ -23947,13 +23933,13 @@ class Watcher:
     COUNTED = ('began_at', 'recovered_runs', 'scheduled_at', 'idle_submissions', 'last_result',
                'ended_allocations')
 
-    def __init__(self, rules: WatchRules, counted: Dict[str, Any], clock: float) -> None:
-        self.rules = rules
+    def __init__(self, args: Dict[str, Any], counted: Dict[str, Any], clock: float) -> None:
+        self.args = args        # options of `watch`
         # Times by the clock; they are for a watch that goes on, too.
         self.clock = clock                                             # now
         self.began_at = counted.get('began_at', clock)
         self.recovered_runs = counted.get('recovered_runs', [])        # type: List[int]
-        self.scheduled_at = counted.get('scheduled_at')                # when allocations were last submitted
+        self.scheduled_at = counted.get('scheduled_at')                # when allocations were last asked for
         self.idle_submissions = counted.get('idle_submissions', 0)     # in a row, that brought nothing yet
         # When the watch began, and when it last submitted or recovered: the newest result, and how many
         # allocations had ended badly.
@@ -23965,10 +23951,8 @@ class Watcher:
         self.doubts = ()                # type: Sequence[str]  # what it left open then
         self.still_polls = 0            # in a row that saw nobody at work
         self.unplanned = None           # type: Optional[List[int]]  # jobs, in this poll; None: not asked
-        self.was_at_work = False        # somebody, when that was last seen
-        self.num_failures = 0           # of `schedule`, in a row, and
+        self.num_failures = 0           # of `schedule`, in a row, with nobody at work, and
         self.failure = ''               # ... the last one
-        self.retry_at = -math.inf       # `schedule` is left alone until then
         self.refusal = None             # type: Optional[Tuple[int, str]]  # run and reason: no recovery
 
     @property
@@ -24017,41 +24001,45 @@ class Watcher:
         if (num_allocations or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
             return WatchStep('look')
         if has_workers or is_active:
-            self.still_polls, self.was_at_work = 0, True
+            self.still_polls, self.num_failures = 0, 0      # what was refused beside others may be taken now
         if has_workers and is_over(counts):
             return WatchStep('wait', 'all jobs have ended; runners and allocations are about to')
         if is_over(counts):
             return self.judge(counts)
         if has_workers or is_active:
-            return self.look_for_unplanned(now, counts)
-        return self.judge_standstill(now, counts)
+            return self.look_for_unplanned(counts)
+        return self.judge_standstill(counts)
 
     def judge(self, counts: Dict[str, int]) -> WatchStep:
         """All jobs have ended, and nobody is at work."""
-        rules, runs, is_new = self.rules, self.recovered_runs, not self.is_recovering
+        args, runs, is_new = self.args, self.recovered_runs, not self.is_recovering
+        most = args['max_retries']      # None: any number
+        retries_unknown = args['retry_unknown'] or args['recovery_hook']    # also what nothing is changed for
         if not has_failed(counts):
             return WatchStep('end', f'the workflow is complete: {sum(counts.values())} jobs ended well')
-        if counts['pending_failed'] and not rules.asks_agent:
+        if counts['pending_failed'] and not args['ai_recovery']:
             return WatchStep('end', 'failed jobs wait for a decision: see `jobs classify`', 1)
-        if not (rules.recovers or counts['pending_failed']):
+        if not (args['recover'] or counts['pending_failed']):
             return WatchStep('end', 'jobs failed, and --recover was not given', 1)
         if self.refusal is not None and self.refusal[0] == self.seen['run_id']:
             return WatchStep('end', f'what failed is not run again: {self.refusal[1]}', 1)
-        if is_new and rules.max_retries is not None and len(runs) >= rules.max_retries:
+        if is_new and most is not None and len(runs) >= most:
             return WatchStep('end', f'jobs failed again after {len(runs)} recoveries (--max-retries)', 1)
         idle = sum(number >= self.seen['last_completed_run'] for number in runs)
-        if is_new and rules.retries_unknown and rules.max_retries is None and idle >= IDLE_RECOVERIES:
+        if is_new and retries_unknown and most is None and idle >= IDLE_RECOVERIES:
             return WatchStep('end', f'no job has completed after any of the last {idle} recoveries '
                              '(--max-retries allows a certain number)', 1)
-        of = '' if rules.max_retries is None else f'/{rules.max_retries}'
+        of = '' if most is None else f'/{most}'
         # Torc's words.
         return WatchStep('recover', f'Attempting automatic recovery (attempt {len(runs) + is_new}{of})')
 
-    def look_for_unplanned(self, now: float, counts: Dict[str, int]) -> WatchStep:
+    def look_for_unplanned(self, counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and so are runners or allocations: is any job not among what these are for?"""
-        since_s = self.clock - (self.began_at if self.scheduled_at is None else self.scheduled_at)
-        is_due = self.rules.schedules and since_s >= self.rules.cooldown_s and now >= self.retry_at
-        least = 1 if 0 < self.rules.stranded_s <= since_s else self.rules.threshold
+        args, since_s = self.args, self.clock - (self.scheduled_at or self.began_at)
+        pause_s = max(args['auto_schedule_cooldown'], SCHEDULE_RETRY_S if self.scheduled_at else 0)
+        is_due = args['auto_schedule'] and since_s >= pause_s
+        stranded_s = args['auto_schedule_stranded_timeout']     # after which one job is enough; 0: never
+        least = 1 if 0 < stranded_s <= since_s else args['auto_schedule_threshold']
         number = unlabelled_ready(self.seen['status'])
         if is_due and self.has_losses and number >= least:      # what is left may have too much to do
             return WatchStep('schedule', f'{number} jobs are ready, and allocations were lost')
@@ -24061,29 +24049,28 @@ class Watcher:
             return WatchStep('schedule', f'{len(self.unplanned or ())} ready jobs are in no plan')
         return WatchStep('wait', '; '.join(self.doubts))
 
-    def judge_standstill(self, now: float, counts: Dict[str, int]) -> WatchStep:
+    def judge_standstill(self, counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and nobody is at work."""
-        if self.was_at_work:    # what was refused beside other allocations may be taken now
-            self.was_at_work, self.num_failures, self.retry_at = False, 0, -math.inf
-        seen, rules, idle = self.seen, self.rules, self.idle_submissions
+        seen, args, idle = self.seen, self.args, self.idle_submissions
         number = unlabelled_ready(seen['status'])
         # What `recover` begins it also submits, unless it was killed, or Slurm took nothing; and again when
         # that was lost.
         is_recovered = self.recovered_runs[-1:] == [seen['run_id'] - 1]
-        is_ours = rules.recovers and seen['had_allocations'] and (is_recovered or self.has_losses)
-        if number > 0 and (rules.schedules or is_ours) and seen['has_scheduler']:
-            is_early = now < self.retry_at or idle and self.clock < self.scheduled_at + submission_pause(idle)
-            is_given_up = max(self.num_failures, idle) >= SCHEDULE_FAILURES and not rules.is_persistent
-            if not (is_early or is_given_up):
+        is_ours = args['recover'] and seen['had_allocations'] and (is_recovered or self.has_losses)
+        if number > 0 and (args['auto_schedule'] or is_ours) and seen['has_scheduler']:
+            failures = max(self.num_failures, idle)
+            pause_s = min(SCHEDULE_RETRY_S * 2 ** (failures - 1), SCHEDULE_RETRY_MOST_S) if failures else 0
+            is_given_up = failures >= SCHEDULE_FAILURES and not args['persistent']
+            if self.clock >= (self.scheduled_at or 0) + pause_s and not is_given_up:
                 return WatchStep('schedule', f'{number} jobs are ready, and there is no allocation')
             failure = self.failure or f'those of {idle} submissions in a row have ended before any job ' \
                 'did: see the logs of their runners'
-            is_end = is_given_up or rules.is_once
+            is_end = bool(is_given_up or args['once'])
             return WatchStep('end' if is_end else 'wait', f'no allocations: {failure}', int(is_end))
         unserved = seen['status'].get('unserved_ready_labels') or {}
         labels = ''.join(f'; {count} are for runners with label {name}' for name, count in unserved.items())
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
-        if rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not rules.is_once:
+        if args['persistent'] or self.still_polls < STANDSTILL_POLLS and not args['once']:
             return WatchStep('wait', reason)
         command = 'recover' if number > 0 and seen['had_allocations'] else \
             'submit' if seen['has_scheduler'] else 'run'
@@ -24098,15 +24085,14 @@ class Watcher:
 
     def on_submission(self) -> None:
         """Allocations were submitted."""
-        self.num_failures, self.failure, self.retry_at = 0, '', -math.inf
+        self.num_failures, self.failure = 0, ''
         self.scheduled_at, self.idle_submissions = self.clock, self.idle_submissions + 1
         self.mark()
 
-    def on_no_submission(self, now: float, failure: str) -> None:
+    def on_no_submission(self, failure: str) -> None:
         """None was: why not; '' if those that are there will do."""
-        self.num_failures, self.failure = (self.num_failures + 1 if failure else 0), failure or self.failure
-        pause_s = submission_pause(self.num_failures) if failure else self.rules.cooldown_s
-        self.retry_at = now + max(SCHEDULE_RETRY_S, pause_s)
+        self.num_failures, self.failure = self.num_failures + bool(failure), failure or self.failure
+        self.scheduled_at = self.clock
 
     def on_recovery(self) -> None:
         """What failed is to run again; counts once a run, before it begins: nothing is repeated for ever."""
@@ -24121,11 +24107,6 @@ class Watcher:
     def mark(self) -> None:
         """From now on others are losses."""
         self.last_result, self.ended_allocations = self.seen['last_result'], self.seen['ended_allocations']
-
-
-def submission_pause(failures: int) -> float:
-    """Seconds from a submission to the next one, after so many in a row that were of no use."""
-    return min(SCHEDULE_RETRY_S * 2 ** (failures - 1), SCHEDULE_RETRY_MOST_S)
 
 
 def scheduled_nodes(status: Dict[str, Any]) -> int:
@@ -31501,7 +31482,7 @@ class Supervision:
         self.number = workflow['id']    # type: int
         kept, self.database_id = lock.read(), session.client.database_id
         is_same = kept.get('database_id') == self.database_id   # numbers mean something else in another one
-        self.watcher = Watcher(watch_rules(args), kept if is_same else {}, time.time())
+        self.watcher = Watcher(args, kept if is_same else {}, time.time())
         self.reason = ''        # last reported
         self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
         self.brought = ''       # what was last said of them
@@ -31724,14 +31705,14 @@ class Supervision:
             if not done.get('allocations_submitted'):
                 failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
                 if scheduled_nodes(self.watcher.seen['status']) and not lacks_allocations(done):
-                    self.watcher.on_no_submission(time.monotonic(), '')
+                    self.watcher.on_no_submission('')
                     return self.say(f'no more allocations are submitted: {failure}')
         except (Unreachable, Conflict):
             raise
         except (TorcError, OSError) as error:
             failure = text_of_failure(error)
         if failure:
-            self.watcher.on_no_submission(time.monotonic(), failure)
+            self.watcher.on_no_submission(failure)
             return self.say(f'no allocations: {failure}', 'warning')
         self.say(f"{done['allocations_submitted']} allocations submitted")
         self.watcher.on_submission()
@@ -31774,15 +31755,6 @@ class Supervision:
 def text_of_failure(error: Exception) -> str:
     """What went wrong in a step, without an end of the watch: a full disk passes, too."""
     return error.message if isinstance(error, TorcError) else printable_line(str(error))
-
-
-def watch_rules(args: Arguments) -> WatchRules:
-    """The rules that the options ask for."""
-    return WatchRules(
-        bool(args['recover']), args['max_retries'], bool(args['retry_unknown'] or args['recovery_hook']),
-        bool(args['ai_recovery']), bool(args['persistent']),
-        bool(args['once']), bool(args['auto_schedule']), args['auto_schedule_threshold'],
-        args['auto_schedule_cooldown'], args['auto_schedule_stranded_timeout'])
 
 
 def cmd_watch(session: Session, args: Arguments) -> int:
