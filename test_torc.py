@@ -12868,7 +12868,7 @@ class PartitionTest(unittest.TestCase):
         fat|64+|1031000+|10-00:00:00|gpu:a100:4(S:0-1),lustre:1|2
         fat|128|2063000|10-00:00:00|(null)|2
         fat|128|2063000|10-00:00:00|(null)|7
-        gpu-v100|40|380000|infinite||8
+        gpu|40|380000|infinite|gpu:8|8
         down|4|4000|1:00|(null)|4
         odd|x|4000|1:00|(null)|4
         late|4|4000|n/a|(null)|4
@@ -12902,7 +12902,7 @@ class PartitionTest(unittest.TestCase):
             short     4     4000     60        -     -     -       1      2
             fat       64    1031000  864000    4     a100  yes     2      12
             fat       128   2063000  864000    -     -     yes     2      12
-            gpu-v100  40    380000   31536000  4     v100  yes     -      -
+            gpu       40    380000   31536000  8     -     yes     -      -
             ''')
         found = [(row.name, row.cpus_per_node, row.memory_mb, row.max_walltime_secs, row.gpus_per_node, row.gpu_type,
                   'yes' if row.shared else '', row.min_nodes, row.max_nodes) for row in self.parse(self.SINFO, self.RECORDS)]
@@ -13386,7 +13386,7 @@ class RecordedPlanTest(unittest.TestCase):
 class BatchScriptTest(unittest.TestCase):
     """What is given to sbatch: complete, readable, and nothing that a workflow's texts could turn into something else."""
     WHOLE = torc.NO_PARTITION._replace(name='p', cpus_per_node=4, memory_mb=4096, has_default_memory=False)
-    CALLER = torc.Caller('/usr/bin/python3', '/data/out/torc-12ab/bin/torc', 'http://login1:8080', '/home/ann/torc.db.token')
+    CALLER = torc.Caller(('/usr/bin/python3', '/data/out/torc-12ab/bin/torc'), 'http://login1:8080', ['--tls-insecure'], '/home/ann/torc.db.token')
 
     def submission(self, scheduler: Optional[Dict[str, Any]] = None, workflow: Optional[Dict[str, Any]] = None,
                    settings: Optional[Dict[str, Any]] = None) -> torc.Submission:
@@ -13423,7 +13423,7 @@ class BatchScriptTest(unittest.TestCase):
             unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU TORC_RUN_TAG
             export TORC_TOKEN_FILE=/home/ann/torc.db.token
             exec /usr/bin/python3 /data/out/torc-12ab/bin/torc slurm-job-runner \\
-                http://login1:8080 7 '/50% off' --scheduled-compute-node 12 --poll-interval 30 --max-parallel-jobs 4 --startup-delay-seconds 3
+                http://login1:8080 7 '/50% off' --scheduled-compute-node 12 --poll-interval 30 --max-parallel-jobs 4 --startup-delay-seconds 3 --tls-insecure
             """), torc.format_batch_script(item, ['--hold', '--x=a\n b'], self.CALLER))
 
     def test_one_worker_per_node(self):
@@ -13432,7 +13432,7 @@ class BatchScriptTest(unittest.TestCase):
         last = torc.format_batch_script(submission, [], self.CALLER).partition('exec ')[2]
         self.assertEqual('srun --overlap --wait=0 --kill-on-bad-exit=0 --mpi=pmi2 --nodes="$SLURM_JOB_NUM_NODES" '
                          '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --input=none', last.splitlines()[0][:-2])
-        self.assertIn(' --startup-delay-seconds 11 --is-subtask\n', last)
+        self.assertIn(' --startup-delay-seconds 11 --tls-insecure --is-subtask\n', last)
         with self.assertRaisesRegex(torc.Refused, 'start_one_worker_per_node needs mode direct'):
             torc.format_batch_script(submission._replace(workflow={'id': 7}), [], self.CALLER)
 

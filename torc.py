@@ -17522,9 +17522,7 @@ def configured_profile(name: str, entry: Dict[str, Any]) -> Profile:
 
 SINFO_FORMAT = '%P|%c|%m|%l|%G|%D'
 GRES_ENTRY = Expression(r'gpu(?::([A-Za-z][^:,()]*))?(?::([0-9]+))?(?=$|[,(])')
-GPU_NAMES = ('h100', 'a100', 'v100', 'a40', 'a30', 'l40')     # that name a partition's GPUs
 MEMORY_DEFAULTS = ('DefMemPerNode', 'DefMemPerCPU')
-GUESSED_GPUS = 4        # of a node in a partition that says gpu in its name, and names no gres; as in Torc
 
 
 def parse_gres(text: str) -> Tuple[int, str]:
@@ -17585,9 +17583,6 @@ def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]],
         if not name or None in (num_cpus, memory_mb, limit_s) or not is_open:
             continue
         gpus, gpu_type = parse_gres(gres)
-        if not gpus and 'gpu' in name.lower() and gres.strip() in ('', '(null)'):
-            gpus = GUESSED_GPUS
-        gpu_type = gpu_type or next((word for word in GPU_NAMES if gpus and word in name.lower()), '')
         is_whole = is_linear or record.get('OverSubscribe', '').upper().startswith('EXCLUSIVE')
         is_special = name in preempted and len(preempted) < len(records) or any(
             record.get(key, 'ALL') not in ('ALL', '') for key in ('AllowAccounts', 'AllowGroups', 'AllowQos'))
@@ -18270,7 +18265,8 @@ PASSING_ERRORS = Expression(
     'temporarily unable|Connection re|connect failure|connection failure|Transport endpoint|not responding|'
     'Unexpected message received|Unable to resolve|Header lengths|Protocol authentication|standby|try again',
     re.IGNORECASE)
-SUBMITTED = Expression(r'(?:Submitted batch job )?([0-9]+)(?:(?:;| on cluster )([\w.-]+))?\s*\Z')
+# With --parsable `id` or `id;cluster`; a site's plugins may print lines before it.
+SUBMITTED = Expression(r'(?m)^\s*(?:Submitted batch job )?([0-9]+)(?:(?:;| on cluster )([\w.-]+))?\s*$')
 JOB_PREFIX = Expression(r'(?!-)[A-Za-z0-9_.+-]*\Z')
 NAMED_JOB = Expression(r'((?!-)[A-Za-z0-9_.+-]*)wf[0-9]+_a[0-9]+\Z')   # of submission_name()
 MAX_NAME_IN_QUEUE = 40
@@ -18351,12 +18347,10 @@ def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, partitio
 
 class Caller(Row):
     """How a script starts a runner of this workflow."""
-    python: str
-    program: str                # the pinned copy
+    program: Sequence[str]      # Python, and the pinned copy
     server: str                 # URL, or path of the database
+    options: Sequence[str] = ()         # how a URL's server is trusted
     token_file: str = ''
-    ca_file: str = ''
-    is_insecure: bool = False
 
 
 class Submission(Row):
@@ -18481,10 +18475,9 @@ def runner_words(submission: Submission, caller: Caller) -> List[str]:
                ('--poll-interval', f"{settings.get('poll_interval') or DEFAULT_POLL_INTERVAL_S:g}"),
                ('--max-parallel-jobs', settings.get('max_parallel_jobs')),
                ('--claim-backoff-max-secs', settings.get('claim_backoff_max_secs')),
-               ('--tls-ca-cert', caller.ca_file), ('--startup-delay-seconds', window_s)]
+               ('--startup-delay-seconds', window_s)]
     words = [word for name, value in options if value for word in (name, str(value))]
-    words += ['--tls-insecure'] if caller.is_insecure else []
-    return [caller.server, str(submission.workflow['id']), settings['output_dir'], *words,
+    return [caller.server, str(submission.workflow['id']), settings['output_dir'], *words, *caller.options,
             *(['--is-subtask'] if each_node else [])]
 
 
@@ -18514,7 +18507,7 @@ def format_batch_script(submission: Submission, words: Sequence[str], caller: Ca
              'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU TORC_RUN_TAG']
     if caller.token_file:
         lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
-    program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
+    program = ' '.join(map(shlex.quote, (*caller.program, 'slurm-job-runner')))
     if settings.get('start_one_worker_per_node'):
         program = f'{each_node_words(workflow)} \\\n    {program}'
     # exec: a signal for the batch shell, and the one before the end of the time, must reach the runner.
@@ -18523,15 +18516,6 @@ def format_batch_script(submission: Submission, words: Sequence[str], caller: Ca
 
 
 # -------- sbatch, and what its replies mean --------
-
-def parse_submission(text: str) -> Optional[Tuple[int, str]]:
-    """Slurm's id of a job and its cluster, '' for the usual one, from what sbatch printed; None without one.
-
-    With --parsable it is `id` or `id;cluster`; a site's plugins may print lines before it.
-    """
-    found = [match for match in map(SUBMITTED.match, map(str.strip, text.splitlines())) if match]
-    return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
-
 
 # Without --all squeue leaves out what is in hidden partitions, also to whom it belongs (seen with 22.05).
 ALL_OWN_JOBS = ('squeue', '--me', '--all', '-h', '-t', 'all', '-o')
@@ -18574,9 +18558,10 @@ def judge_submission(reply: Reply) -> Dict[str, Any]:
     255 is an error of its own about its options ('sbatch: error: Invalid --mem specification', 22.05); also
     of ssh(1), where that is what calls it.
     """
-    found = parse_submission(reply.out) if reply.code == 0 else None
-    if found is not None:
-        return {'slurm_job_id': found[0], 'cluster': found[1]}
+    found = SUBMITTED.findall(reply.out) if reply.code == 0 else ()
+    if found:
+        number, cluster = found[-1]
+        return {'slurm_job_id': int(number), 'cluster': cluster}
     message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
     is_usage_error = reply.code == 255 and 'sbatch: ' in reply.err
     if reply.code in (0, REPLY_TIMED_OUT, REPLY_NOT_STARTED) or PASSING_ERRORS.search(reply.err) \
@@ -18634,20 +18619,19 @@ def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], Lis
 
 def caller_of(client: Client, output_dir: str) -> Caller:
     """How scripts reach what a client uses: a URL that was named, or the database, whoever serves it then."""
-    server = client.named_url or os.path.abspath(client.database)
-    token_file = os.path.abspath(client.token_file) if client.named_url and client.token_file else ''
-    ca_file = os.path.abspath(client.tls.ca_file) if client.named_url and client.tls.ca_file else ''
-    return Caller(sys.executable, pin_program(output_dir), server, token_file, ca_file,
-                  bool(client.named_url and client.tls.is_insecure))
+    program = sys.executable, pin_program(output_dir)
+    if not client.named_url:
+        return Caller(program, os.path.abspath(client.database))
+    options = ['--tls-ca-cert', os.path.abspath(client.tls.ca_file)] if client.tls.ca_file else []
+    options += ['--tls-insecure'] if client.tls.is_insecure else []
+    return Caller(program, client.named_url, options,
+                  os.path.abspath(client.token_file) if client.token_file else '')
 
 
 def submission_command(caller: Caller, workflow_id: int, action_id: int, options: Dict[str, Any]) -> str:
     """The shell command that submits the allocations of an action. `options` are those of `submit`."""
-    words = ['exec', caller.python, caller.program]
-    words += ['--url' if '://' in caller.server else '--db', caller.server]
-    words += ['--tls-ca-cert', caller.ca_file] if caller.ca_file else []
-    words += ['--tls-insecure'] if caller.is_insecure else []
-    words += ['submit', str(workflow_id), '--action', str(action_id)]
+    words = ['exec', *caller.program, '--url' if '://' in caller.server else '--db', caller.server,
+             *caller.options, 'submit', str(workflow_id), '--action', str(action_id)]
     words += [word for name, value in options.items() if value for word in (name, str(value))]
     token = [f'TORC_TOKEN_FILE={shlex.quote(caller.token_file)}'] if caller.token_file else []
     return ' '.join(token + list(map(shlex.quote, words)))
@@ -29272,7 +29256,7 @@ def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], setting
                     f"the {walltime} of scheduler {scheduler.get('name')}")
     submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
                             AllocationNeeds(), '')
-    format_batch_script(submission, batch_words(submission, UNKNOWN_PARTITION), Caller('', '', ''))
+    format_batch_script(submission, batch_words(submission, UNKNOWN_PARTITION), Caller((), ''))
 
 
 def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
