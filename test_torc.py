@@ -13644,25 +13644,26 @@ class StepRulesTest(unittest.TestCase):
         for left_s, minutes in ((1720, 29), (3600, 60), (119, 2), (1, 1), (-65, 1), (math.inf, None)):
             self.assertEqual(minutes, torc.step_minutes(left_s), left_s)
 
-    def test_early_signals_are_read(self):
-        for text, found in (('TERM@120', ('TERM', 120)), ('SIGUSR1@60', ('USR1', 60)), ('usr2', ('USR2', 60)), ('B:INT@5', ('INT', 5)),
-                            ('10@30', ('10', 30)), ('', None), ('TERM@', None), ('TERM @ 5', None)):
-            self.assertEqual(found, torc.parse_step_signal(text), text)
-
     def test_what_would_change_a_step_is_stripped_and_how_slurm_is_reached_is_kept(self):
         kept = {'SLURM_CONF', 'SLURM_JOB_ID', 'SLURM_SUBMIT_DIR', 'SLURM_ARRAY_TASK_ID', 'PATH'}
         given = kept.union(('SLURM_MEM_PER_NODE', 'SLURM_CPUS_PER_TASK', 'SRUN_CPUS_PER_TASK', 'SLURM_EXPORT_ENV', 'SLURM_NTASKS',
                             'SLURM_TIMELIMIT', 'CUDA_VISIBLE_DEVICES', 'SLURM_JOB_NUM_NODES', 'SLURM_OVERLAP'))
         found = torc.step_variables(dict.fromkeys(given, '1'))
-        self.assertEqual(torc.STEP_EXITS, {name: value for name, value in found.items() if value})
-        self.assertEqual(kept, given - set(found))
+        self.assertEqual((torc.STEP_EXITS, kept), ({name: value for name, value in found.items() if value}, given - set(found)))
 
-    def test_notes_are_read_as_far_as_they_go(self):
-        notes = torc.parse_step_notes('step 12 345 node2 7.5\nsignal 15\nsignal 10\nend 143 15 1 2.5 1.25 2048\nend 0 0')
-        self.assertEqual(('12', 345, 'node2', 7.5, (15, 10), '', False, 143, 15, True, 2.5, 1.25, 2048 * 1024), tuple(notes))
-        self.assertEqual((torc.StepNotes(), False), (torc.parse_step_notes(''), torc.StepNotes().has_begun))
-        self.assertEqual('n2: No such file x y', torc.parse_step_notes('step 1 2 a\nfailed n2: No such file x y\n').failure)
-        self.assertEqual(torc.StepNotes(is_lost=True), torc.parse_step_notes('step\nend x\nend 1\n\nlost\nsignal x\nwhat\n'))
+    def test_texts_of_steps_are_read_as_far_as_they_go(self):
+        for text, found in (('TERM@120', ('TERM', 120)), ('SIGUSR1@60', ('USR1', 60)), ('usr2', ('USR2', 60)), ('B:INT@5', ('INT', 5)),
+                            ('10@30', ('10', 30)), ('', None), ('TERM@', None), ('TERM @ 5', None)):
+            self.assertEqual(found, torc.parse_step_signal(text), text)
+        for text, notes in (
+                ('', torc.StepNotes()), ('step 1 2 a\nfailed n2: No such file x y\n', torc.StepNotes('1', 2, 'a', failure='n2: No such file x y')),
+                ('step\nend x\nend 1\n\nlost\nsignal x\nwhat\n', torc.StepNotes(is_lost=True)),
+                ('step 12 345 node2 7.5\nsignal 15\nsignal 10\nend 143 15 1 2.5 1.25 2048\nend 0 0',
+                 torc.StepNotes('12', 345, 'node2', 7.5, (15, 10), '', False, 143, 15, True, 2.5, 1.25, 2048 * 1024))):
+            self.assertEqual(notes, torc.parse_step_notes(text), text)
+        for text, told in ((BIND_NOISE + SRUN_SAYS['busy'], 'Unable to create step for job 10: Requested nodes are busy'),
+                           ('slurmstepd-node1: error: execve(): x\x1b\n' + SRUN_SAYS['code'], 'execve(): x\\x1b')):
+            self.assertEqual(told, torc.explain_step_failure(text))     # in one line, without noise
 
     def test_an_end_is_judged_by_notes_by_what_srun_says_and_by_the_accounting_together(self):
         for row in STEP_ENDS:
@@ -13682,11 +13683,6 @@ class StepRulesTest(unittest.TestCase):
                 ('end 137 9', '', 'interrupt', True), ('signal 15', 'canceled', '', False), ('signal 15', 'node', '', True),
                 ('failed x', '', '', True), ('', '', '', False)):
             self.assertEqual(is_clear, torc.is_step_clear(step_notes('step;' + notes), sign, stopped_for), (notes, sign))
-
-    def test_what_srun_says_is_told_in_one_line_without_noise(self):
-        self.assertEqual('Unable to create step for job 10: Requested nodes are busy',
-                         torc.explain_step_failure(BIND_NOISE + SRUN_SAYS['busy']))
-        self.assertEqual('execve(): x\\x1b', torc.explain_step_failure('slurmstepd-node1: error: execve(): x\x1b\n' + SRUN_SAYS['code']))
 
 
 class SupervisorTest(WorldTest):
@@ -13728,10 +13724,9 @@ class SupervisorTest(WorldTest):
 
     def test_it_notes_step_host_and_end_and_ends_with_the_same_code(self):
         for command, code, number in (('true', 0, 0), ('exit 213', 213, 0), ('kill -9 $$', 137, 9), ('kill -TERM $$', 143, 15)):
-            with self.subTest(command):
-                ended, notes = self.finish(command)
-                self.assertEqual((code, code, number, '12', os.uname()[1], ''), (
-                    ended, notes.return_code, notes.signal_number, notes.number, notes.host, notes.failure))
+            ended, notes = self.finish(command)
+            self.assertEqual((code, code, number, '12', os.uname()[1], ''), (
+                ended, notes.return_code, notes.signal_number, notes.number, notes.host, notes.failure), command)
         notes = self.finish('n=0; while [ $n -lt 30000 ]; do n=$((n+1)); done; (n=0; while [ $n -lt 30000 ]; do n=$((n+1)); done)')[1]
         self.assertTrue(0 < notes.cpu_s <= notes.wall_s + 0.05 and notes.peak_memory_bytes < 1 << 30, notes)
 
@@ -13742,17 +13737,15 @@ class SupervisorTest(WorldTest):
         self.assertEqual(f'/bin/bash hBc 0\n/dev/null\n{self.world.directory}\n0\n1\n2\n3\n0\nSigBlk: 0\nSigIgn: 0\n1 1\n',
                          re.sub(':\t0+\n', ': 0\n', self.world.read('out')))
         self.assertEqual('bad\n', self.world.read('err'))
+        out = self.world.path('out')        # one file for both, in order
+        subprocess.check_call(self.words('echo 1; echo 2 >&2; echo 3; readlink /proc/self/fd/2 >&2', err=out))
+        self.assertEqual(f'1\n2\n3\n{out}\n', self.world.read('out'))
         given = {'LC_ALL': 'C', 'A_TEXT': 'a b\nc=ä', 'EMPTY': '', 'PATH': '/usr/bin:/bin', MARK: self.world.mark}
         self.world.environment = given
         self.finish('cat /proc/self/environ')
         found = dict(entry.split('=', 1) for entry in self.world.read('out').split('\0') if entry)
         self.assertEqual(dict(given, SLURM_STEP_ID='12'),
                          {name: value for name, value in found.items() if name not in ('PWD', 'SHLVL', '_', 'OLDPWD')})
-
-    def test_stdout_and_stderr_may_be_one_file_in_order(self):
-        out = self.world.path('out')
-        subprocess.check_call(self.words('echo 1; echo 2 >&2; echo 3; readlink /proc/self/fd/2 >&2', err=out))
-        self.assertEqual(f'1\n2\n3\n{out}\n', self.world.read('out'))
 
     def test_what_the_job_leaves_behind_ends_with_it(self):
         began = time.monotonic()
@@ -13773,19 +13766,16 @@ class SupervisorTest(WorldTest):
         self.assertEqual((42, (15,), 42, 'caught\n'), (process.wait(20), self.notes().signals, self.notes().return_code,
                                                        self.world.read('out')))
 
-    def test_the_job_dies_with_its_supervisor(self):
+    def test_the_job_dies_with_its_supervisor_and_all_that_it_has_started_with_slurmstepd(self):
         process = self.begin('echo $$ > a; exec sleep 1000')
         job = self.pid_in('a')
         process.kill()
         self.assertGone(job)
         self.assertEqual((True, None), (self.notes().has_begun, self.notes().return_code))
-
-    def test_when_slurmstepd_has_died_the_job_is_killed_with_all_that_it_has_started(self):
-        words = self.words('setsid sleep 1000 & echo $! > a; echo $$ > b; trap "" TERM; while :; do sleep 1; done')
-        parent = subprocess.Popen(['sh', '-c', '"$@"; true', 'sh', *words], env=dict(self.world.environment, SLURM_STEP_ID='12'),
-                                  cwd=self.world.directory)
+        words = self.words('setsid sleep 1000 & echo $! > b; echo $$ > c; trap "" TERM; while :; do sleep 1; done')
+        parent = subprocess.Popen(['sh', '-c', '"$@"; true', 'sh', *words], env=dict(self.world.environment, SLURM_STEP_ID='12'))
         self.addCleanup(parent.wait)
-        pids = [self.pid_in('a'), self.pid_in('b')]
+        pids = [self.pid_in('b'), self.pid_in('c')]
         parent.kill()
         self.assertGone(*pids)
         notes = self.world.wait(lambda: self.notes().return_code is not None and self.notes(), 20, 'its end')
