@@ -12824,7 +12824,7 @@ class SlurmTextTest(unittest.TestCase):
             'gpus:3,mygpu:2': (0, '')}),
         (lambda text: torc.read_slurm_rows(text, 3), {      # without the chatter of a site
             'sbatch: welcome\n7|RUNNING|a|b\n\n8| PENDING |x': [['7', 'RUNNING', 'a|b'], ['8', 'PENDING', 'x']]}),
-        (lambda text: torc.read_queue_row(['7', 'PENDING', '', '', '', 'main', text]).is_final, {       # it never starts by itself
+        (lambda text: torc.ListedJob('PENDING', None, None, None, 'main', text).is_final, {     # it never starts by itself
             'Resources': False, 'ReqNodeNotAvail, UnavailableNodes:node3': False, 'QOSMaxJobsPerUserLimit': False, 'SomethingNew': False,
             'PartitionTimeLimit': True, 'launch failed requeued held': True, 'JobHeldUser': True, 'BadConstraints, node3': True}))
 
@@ -21272,7 +21272,7 @@ class SlurmGenerateTest(WorldTest):
               - {trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo the end]}
             jobs: [{name: j, command: x, resource_requirements: small, scheduler: old}]
             ''')
-        self.assertIn('has slurm_schedulers and actions of the type schedule_nodes and jobs with a scheduler already: submit it as it '
+        self.assertIn('has slurm_schedulers, actions of the type schedule_nodes, or jobs with a scheduler already: submit it as it '
                       'is, without --account and other options that plan, or replace them with `slurm generate --overwrite`', self.generate(spec, code=2).err)
         value = torc.load_yaml(self.generate(spec, '--overwrite').out)[0]
         self.assertEqual((['short_scheduler'], ['run_commands', 'schedule_nodes'], 'short_scheduler'),

@@ -17298,14 +17298,8 @@ def ask_queue() -> Tuple[Dict[str, ListedJob], str]:
     reply = ask_slurm(slurm_argv('squeue', '--me', '--all', '--noheader', '--format', QUEUE_FORMAT))
     if reply.code != 0:
         return {}, f'squeue failed: {explain_reply(reply)}'
-    return {row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}, ''
-
-
-def read_queue_row(row: Sequence[str]) -> ListedJob:
-    """One line of squeue in QUEUE_FORMAT."""
-    _, state, submitted, start, end, partition, reason = row
-    return ListedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
-                     parse_slurm_instant(end), partition, reason)
+    return {number: ListedJob(parse_slurm_state(state), *map(parse_slurm_instant, times), partition, reason)
+            for number, state, *times, partition, reason in read_slurm_rows(reply.out, 7)}, ''
 
 
 # ======== 14a. Partitions: what a cluster has, built in, configured, or asked for ========
@@ -17634,17 +17628,15 @@ def find_profile(name: Optional[str], config: HpcConfig) -> Profile:
     if name == LIVE_PROFILE:
         return ask_for_profile()
     known = {profile.name: profile for profile in known_profiles(config)}
-    found = known.get(name) if name else next(filter(is_here, known.values()), None)
-    if found is None and not name and has_slurm_program('sinfo'):
-        return ask_for_profile()
-    if found is None and name:
+    if name and name not in known:
         names = [*known, LIVE_PROFILE]
         raise BadInput(f"there is no profile '{shorten(name)}'{did_you_mean(name, names)}; "
                        f"known: {', '.join(names)} (which asks sinfo)")
-    if found is None:
+    found = known[name] if name else next(filter(is_here, known.values()), None)
+    if found is None and not has_slurm_program('sinfo'):
         raise BadInput('no cluster is known here, and there is no sinfo to ask: name one with --profile, of '
                        + ', '.join(known))
-    return found
+    return found or ask_for_profile()
 
 
 def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profile, config: HpcConfig) -> str:
@@ -18102,14 +18094,12 @@ def clear_schedulers(document: Document, replaces: bool) -> None:
         return      # read_plan says what is wrong, also with lists that are none
     actions, jobs = (rows if isinstance(rows, list) else [] for rows in map(value.get, ('actions', 'jobs')))
     jobs = [job for job in jobs if isinstance(job, dict)]
-    found = [what for what, is_there in (
-        ('slurm_schedulers', value.get('slurm_schedulers')),
-        ('actions of the type schedule_nodes', any(map(is_allocation, actions))),
-        ('jobs with a scheduler', any(job.get('scheduler') for job in jobs))) if is_there]
-    if found and not replaces:
-        raise BadInput(f"the workflow file has {' and '.join(found)} already: submit it as it is, without "
-                       '--account and other options that plan, or replace them with `slurm generate '
-                       '--overwrite`')
+    has_any = bool(value.get('slurm_schedulers')) or any(map(is_allocation, actions)) \
+        or any(job.get('scheduler') for job in jobs)
+    if has_any and not replaces:
+        raise BadInput('the workflow file has slurm_schedulers, actions of the type schedule_nodes, or jobs with '
+                       'a scheduler already: submit it as it is, without --account and other options that '
+                       'plan, or replace them with `slurm generate --overwrite`')
     document.find_position(value)       # of JSON they are only found in the value that was read
     if value.get('slurm_schedulers'):
         value['slurm_schedulers'] = None
