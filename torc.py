@@ -18097,9 +18097,9 @@ def clear_schedulers(document: Document, replaces: bool) -> None:
     has_any = bool(value.get('slurm_schedulers')) or any(map(is_allocation, actions)) \
         or any(job.get('scheduler') for job in jobs)
     if has_any and not replaces:
-        raise BadInput('the workflow file has slurm_schedulers, actions of the type schedule_nodes, or jobs with '
-                       'a scheduler already: submit it as it is, without --account and other options that '
-                       'plan, or replace them with `slurm generate --overwrite`')
+        raise BadInput('the workflow file has slurm_schedulers, actions of the type schedule_nodes, or jobs '
+                       'with a scheduler already: submit it as it is, without --account and other options '
+                       'that plan, or replace them with `slurm generate --overwrite`')
     document.find_position(value)       # of JSON they are only found in the value that was read
     if value.get('slurm_schedulers'):
         value['slurm_schedulers'] = None
