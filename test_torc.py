@@ -15480,14 +15480,13 @@ class ScriptedSlurm:
         self.records = {}       # type: Dict[str, str]  # name -> the rest of its row in sacct
         self.latency_s = {'sstat': 0.1, 'sacct': 0.1}
         self.failure = None     # type: Any  # of sacct
-        self.calls = []         # type: List[Tuple[float, List[str]]]
+        self.calls = []         # type: List[Tuple[int, str]]  # seconds from the beginning
         self.waiting = []       # type: List[Tuple[float, Any, Any]]
 
     def query(self, argv: List[str], limit_s: float, on_reply: Callable[[Any], Any],
               variables: Dict[str, Optional[str]]) -> None:
         """One call. Each step has used half a CPU from the beginning, and a megabyte."""
-        assert variables['LC_ALL'] == 'C'
-        self.calls.append((self.clock.now, argv))
+        self.calls.append((int(self.clock.now - 1e6), ' '.join(argv)))
         used = f'00:00:{(self.clock.now - 1e6) / 2 % 60:06.3f}'
         said = [f'{step}|{used}|1024K\n' for step in argv[2].split(',')] if argv[0] == 'sstat' else \
             ['x.sh||||||n1|RUNNING\n', *(f'{name}|{row}\n' for name, row in self.records.items())]
@@ -15505,7 +15504,7 @@ class ScriptedSlurm:
 
 
 class AccountingTest(PartTest):
-    """What the runner asks sstat and sacct, and when."""
+    """How often the runner asks sstat and sacct."""
     RECORDS = {'GOOD': '2M|3M|1M|0|00:00:05|n1|COMPLETED', 'BARE': '||||||COMPLETED', 'BAD': '2M||||00:00:05|n1|OUT_OF_MEMORY',
                'RUNS': '|||||n1|RUNNING'}
     FAILURES = {'off': 'Slurm accounting storage is disabled', 'down': 'sacct: error: Problem talking to the database: Connection refused'}
@@ -15514,41 +15513,29 @@ class AccountingTest(PartTest):
     # last: it must be gone in 7 s. Then: when sacct was called, the steps' states (?: not known yet), the rows with memory.
     SCENARIOS = rows_of("""
         what                     happens                                  calls                           states            rows
-        ends are gathered        1~GOOD +10 2~GOOD +10 3~BARE +15         30                              COMPLETED*3       11
-        a state is waited for    1=BAD +2                                 1                               OUT_OF_MEMORY     1
+        ends are gathered        1~GOOD +10 2~GOOD +10 3~BARE +15         1 31                            COMPLETED*3       11
         it comes late            1=RUNS +8 1:BAD +4                       1 6 11                          OUT_OF_MEMORY     1
         it never comes           1= +100                                  1 6 11 16 21 26                 -                 0
         its figures come later   1=BARE +2 1:GOOD +40                     1 31                            COMPLETED         1
         they never come          1=BARE +200                              1 31 61 91 121 151              COMPLETED         0
         ends all the time        1=BAD +1 2=BAD +1 3=BAD +1 4=BAD +8      1 6                             OUT_OF_MEMORY*4   1111
         there is no accounting   off 1= 2= +2 3= +300                     1                               *3                000
-        the database is down     down 1=GOOD +40 2=BAD +10                1 6 11 16 21 26                 *2                0
-        ... and comes back       down 1=GOOD +40 2=BAD +10 up +50         1 6 11 16 21 26 70              *1 OUT_OF_MEMORY  01
-        it hangs                 hang 1=GOOD +100                         1 61                            -                 -
-        ... and comes back       hang 1=GOOD +100 up +60                  1 61 121                        COMPLETED         1
+        the database is down     down 1=GOOD +40 2=BAD +10 up +50         1 6 11 16 21 26 56              *1 OUT_OF_MEMORY  01
+        it hangs, and is back    hang 1=GOOD +100 up +60                  1 61 121                        COMPLETED         1
         it takes long            slow 1= +150                             1 23 45 67 89 111               -                 0
         leaving                  1~GOOD 2~BARE leave +2                   1                               COMPLETED*2       10
-        leaving, state known     1=BARE +2 leave +0                       1                               COMPLETED         0
-        leaving, right after     1=GOOD +2 2~GOOD leave +2                1 3                             COMPLETED*2       11
+        leaving, state known     1=BARE +2 leave +5                       1 6                             COMPLETED         0
         leaving, nothing comes   1= leave +30                             1 6 11 16 21 26                 -                 0
         leaving in a hurry       1= interrupt +9                          1 6                             ?                 -
         ... not for longer       1= interrupt +11                         1 6                             -                 0
-        ... nor beyond its end   last hang 1= leave +4                    1                               ?                 -
         ... nor beyond its end   last hang 1= leave +5                    1                               -                 0
         leaving, it was down     down 1= +40 2= leave +0                  1 6 11 16 21 26                 *2                00
         """)
 
-    def setUp(self) -> None:
-        super().setUp()
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.clock = stack.enter_context(FakeClock().set())
-        self.start()
-
     def start(self, **monitor: Any) -> None:
         """An accounting of allocation 7."""
         self.clock.now = 1e6
-        context = self.context(resource_monitor_config=dict({'enabled': True}, **monitor))
+        context = self.context(resource_monitor_config=monitor)
         context.allocation = types.SimpleNamespace(job_id='7')
         self.slurm, self.steps = ScriptedSlurm(self.clock), {}     # type: Any, Dict[int, Any]
         self.starter = types.SimpleNamespace(running={})
@@ -15568,32 +15555,27 @@ class AccountingTest(PartTest):
             self.clock.now = max(due, self.clock.now + 1e-9)
         self.clock.now = until
 
-    def begin(self, number: int, is_visible: bool = True) -> Any:
+    def begin(self, number: int) -> Any:
         """A step starts."""
         attempt = self.attempt('running', number)
         attempt.step = self.steps[number] = torc.Step(self.world.path(f'wf1_j{number}_r1_a1'), math.inf, False)
-        self.accounting.add(attempt)
         self.starter.running[attempt] = attempt.step
-        if is_visible:
-            self.world.write(f'wf1_j{number}_r1_a1.notes', f'step {number} 9 node1\n')
+        self.world.write(f'wf1_j{number}_r1_a1.notes', f'step {number} 9 node1\n')
         return attempt
-
-    def finish(self, attempt: Any, is_awaited: bool = True) -> Dict[str, Any]:
-        """A step ends; the usage in its result."""
-        attempt.step.read()
-        attempt.step.is_awaited = is_awaited
-        del self.starter.running[attempt]
-        return self.accounting.take_usage(attempt, torc.ProcessEnd(0, 0, 20.0, 2.0, 5 << 20, self.clock.now))
 
     def happen(self, word: str) -> None:
         """One word of a scenario."""
-        kind = re.match(r'\d+([=~:])(\w*)', word)
+        kind = re.match(r'(\d+)([=~:])(\w*)', word)
         if kind:
-            number, (mark, record) = int(re.match(r'\d+', word).group()), kind.groups()
+            number, mark, record = kind.groups()
             if record:
                 self.slurm.records[f'wf1_j{number}_r1_a1'] = self.RECORDS[record]
             if mark != ':':
-                self.finish(self.begin(number), mark == '=')
+                attempt = self.begin(int(number))
+                attempt.step.read()
+                attempt.step.is_awaited = mark == '='
+                del self.starter.running[attempt]
+                self.accounting.take_usage(attempt, self.end())
         elif word[0] == '+':
             self.advance(float(word))
         elif word in ('leave', 'interrupt'):
@@ -15604,55 +15586,35 @@ class AccountingTest(PartTest):
             self.slurm.failure = torc.Reply(1, '', self.FAILURES[word]) if word in self.FAILURES else None
             self.slurm.latency_s['sacct'] = {'hang': 1e9, 'slow': 2.0}.get(word, 0.1)
 
-    def calls(self, program: str) -> List[int]:
-        """When it was called, in seconds from the beginning."""
-        return [int(at - 1e6) for at, argv in self.slurm.calls if argv[0] == program]
-
     def test_sacct_is_asked_as_seldom_as_judgements_and_figures_allow(self):
         for row in self.SCENARIOS:
-            with self.subTest(row['what'], happens=row['happens']):
-                self.start(enabled=False)
+            with self.subTest(row['what'], happens=row['happens']), FakeClock().set() as self.clock:
+                self.start()
                 for word in row['happens'].split():
                     self.happen(word)
                 states = [state for word in row['states'].split() or [''] for state in
                           [word.partition('*')[0]] * int(word.partition('*')[2] or 1)]
                 self.assertEqual((row['calls'], states, row['rows']), (
-                    ' '.join(map(str, self.calls('sacct'))), ['?' if step.state is None else step.state for step in self.steps.values()],
+                    ' '.join(str(at) for at, _ in self.slurm.calls), ['?' if step.state is None else step.state for step in self.steps.values()],
                     ''.join(str(int('max_rss_bytes' in cells)) for cells in self.accounting.rows)))
-                self.assertEqual([], self.calls('sstat'))       # jobs are not monitored
         self.assertEqual(['Slurm keeps no accounts of steps here, so that results have only what was sampled: ' + self.FAILURES['off'],
                           'the accounting of Slurm does not answer, so that figures of results may be missing: ' + self.FAILURES['down'],
                           'the accounting of Slurm does not answer, so that figures of results may be missing: sacct: no answer within 30 s'],
                          list(dict.fromkeys(self.progress.messages)))
 
-    def test_a_row_has_what_sacct_says_and_a_step_that_was_never_made_has_none(self):
-        self.happen('1~GOOD')
-        self.finish(self.begin(2, is_visible=False))
-        self.advance(60)
-        self.assertEqual('sacct -j 7 --format JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State -P -n',
-                         ' '.join(self.slurm.calls[-1][1]))
-        self.assertEqual([{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 2 << 20, 'max_vm_size_bytes': 3 << 20,
-                           'max_disk_read_bytes': 1 << 20, 'max_disk_write_bytes': 0, 'ave_cpu_seconds': 5.0, 'node_list': 'n1'}],
-                         self.accounting.take_rows())
-        self.assertEqual(([], False), (self.accounting.take_rows(), self.accounting.is_busy))
-
-    def test_one_sstat_an_interval_samples_all_steps_that_there_are_and_the_first_gives_no_cpu_percent(self):
-        self.start(granularity='time_series', sample_interval_seconds=5)
-        self.begin(3, is_visible=False)
-        self.advance(0)
-        first = self.begin(1)
-        self.begin(2)
-        self.advance(21)
-        self.assertEqual([5, 10, 15, 20], self.calls('sstat'))
-        self.assertEqual(['sstat', '-j', '7.1,7.2', '--format', 'JobID,AveCPU,MaxRSS', '-P', '-n'], self.slurm.calls[0][1])
+    def test_one_sstat_an_interval_samples_all_steps_and_one_that_takes_long_is_asked_less_often(self):
+        with FakeClock().set() as self.clock:
+            self.start(enabled=True, granularity='time_series', sample_interval_seconds=5)
+            first, _ = self.begin(1), self.begin(2)
+            self.advance(19)
+            self.slurm.latency_s['sstat'] = 4.0
+            self.advance(101)
+            self.assertEqual([0, 5, 10, 15, 20, 64, 108], [at for at, _ in self.slurm.calls])
+        self.assertEqual({'sstat -j 7.1,7.2 --format JobID,AveCPU,MaxRSS -P -n'}, {words for _, words in self.slurm.calls})
         samples = [call[0] for call in self.accounting.monitor.series.add_job.call_args_list]
-        self.assertEqual([(1, 'j1'), (2, 'j2')] * 3, [row[:2] for row in samples])
-        self.assertEqual({(50.0, 1 << 20, 1)}, {(round(row[2][1], 1), *row[2][2:]) for row in samples})
-        self.assertEqual({'peak_memory_bytes': 5 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0,
-                          'avg_cpu_percent': 50.0}, {key: round(value, 1) for key, value in self.finish(first).items()})
-        self.slurm.latency_s['sstat'] = 4.0
-        self.advance(100)
-        self.assertEqual([5, 10, 15, 20, 25, 69, 113], self.calls('sstat'), 'a program that takes long is asked less often')
+        self.assertEqual([(1, 'j1'), (2, 'j2')] * 6, [row[:2] for row in samples], 'the first gives no CPU percent')
+        self.assertEqual({(50.0, 1 << 20, 1)}, {(round(row[2][1], 1), *row[2][2:]) for row in samples[:6]})
+        self.assertEqual((50.0, 1 << 20), tuple(first.step.usage.fields(120.0, 0.0, 0)[key] for key in ('peak_cpu_percent', 'avg_memory_bytes')))
 
 
 @slow
@@ -15671,19 +15633,24 @@ class StepFiguresTest(SlurmTest):
     BUSY = ('import time\nx = bytearray(100 << 20)\n'     # CPU time, which it gets later on a busy machine
             'while time.process_time() < 10:\n    sum(range(1000))\n')
 
-    def run_workflow(self, sacct: str) -> Any:
-        """Run it in an allocation, with this sacct; the calls of what was asked."""
+    def run_workflow(self, pattern: str, instead: str) -> Any:
+        """Run it in an allocation, where sacct has another configuration; the calls of what was asked."""
         self.world.write('busy.py', self.BUSY)
         self.world.write('w.yaml', self.SPEC % sys.executable)
-        fakes = self.world.fake_slurm(sacct=sacct, **{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES if name != 'sacct'})
+        path = self.world.write('own.conf', re.sub(pattern, instead, read_text(self.bed.conf)))
+        fakes = self.world.fake_slurm(**dict({name: f'exec {name} "$@"' for name in FakeSlurm.NAMES},
+                                             sacct=f'SLURM_CONF={shlex.quote(path)} exec sacct "$@"'))
         variables = ' '.join(f'{name}={shlex.quote(value)}' for name, value in fakes.variables.items())
         self.job_id = self.sbatch(f'exec env {variables} {shlex.quote(sys.executable)} {shlex.quote(stub_path())} '
                                   'run w.yaml > said 2>&1', '-N1', '-n4', '--mem=2000', '-t', 5)
         self.wait_slurm(lambda: not self.live_allocations(), 120, 'the end')
         self.said = self.world.read('said')
-        self.items = {item['job_name']: item for item in self.rows('results list 1')}
-        self.assertEqual([0, 0, 3], [self.items[name]['return_code'] for name in ('busy', 'quick', 'bad')], self.said)
+        items = {item['job_name']: item for item in self.rows('results list 1')}
+        self.assertEqual({'busy': 0, 'quick': 0, 'bad': 3}, {name: item['return_code'] for name, item in items.items()}, self.said)
+        self.busy = items['busy']
+        self.assertGreater(self.busy['peak_memory_bytes'], 100 << 20)
         self.stats = {item['job_name']: item for item in self.rows('slurm stats 1')}
+        self.assertEqual(dict.fromkeys(items, self.job_id), {name: row['slurm_job_id'] for name, row in self.stats.items()})
         return fakes
 
     def rows(self, line: str) -> List[Dict[str, Any]]:
@@ -15691,42 +15658,28 @@ class StepFiguresTest(SlurmTest):
         return self.assertExit(0, self.world.main('-f', 'json', *line.split())).json()['items']
 
     def test_results_have_the_peaks_of_both_sources_and_the_average_of_sacct(self):
-        fakes = self.run_workflow('exec sacct "$@"')
-        busy, row = self.items['busy'], self.stats['busy']
-        known = self.steps_of(self.job_id)[f"wf1_j{busy['job_id']}_r1_a1"]
-        self.assertEqual((torc.parse_slurm_memory(known['MaxRSS']), torc.parse_slurm_cpu_time(known['AveCPU']),
-                          self.job_id, known['NodeList']),
-                         tuple(row[key] for key in ('max_rss_bytes', 'ave_cpu_seconds', 'slurm_job_id', 'node_list')))
+        fakes = self.run_workflow('^', '')
+        busy, row, known = self.busy, self.stats['busy'], self.steps_of(self.job_id)[f"wf1_j{self.busy['job_id']}_r1_a1"]
+        self.assertEqual((torc.parse_slurm_memory(known['MaxRSS']), torc.parse_slurm_cpu_time(known['AveCPU']), known['NodeList']),
+                         tuple(row[key] for key in ('max_rss_bytes', 'ave_cpu_seconds', 'node_list')))
         self.assertGreaterEqual(busy['peak_memory_bytes'], row['max_rss_bytes'])
         self.assertGreater(busy['avg_memory_bytes'], 100 << 20)
         self.assertAlmostEqual(row['ave_cpu_seconds'] / busy['exec_time_minutes'] / 60 * 100, busy['avg_cpu_percent'])
-        self.assertEqual({'busy', 'quick', 'bad'}, set(self.stats))
         self.assertLessEqual(len(fakes.calls('sacct')), 3)
         self.assertEqual([], fakes.calls('squeue'))
         path, = glob.glob(glob.escape(self.world.path('torc_output', 'resource_utilization')) + '/*.db')
         with contextlib.closing(sqlite3.connect(path)) as connection:
-            samples = connection.execute('SELECT job_id, memory_bytes, num_processes FROM job_resource_samples').fetchall()
-        self.assertEqual({(busy['job_id'], 1)}, {(row[0], row[2]) for row in samples})
-        self.assertGreater(max(row[1] for row in samples), 100 << 20)
-        usage = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'usage', 1)).json()
-        self.assertEqual((1, 1), (usage['total_slurm_jobs'], usage['total_nodes']))
-        self.assertGreater(usage['total_node_time_seconds'], 9)
-        steps = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'sacct', 1)).json()['summary']
-        self.assertLessEqual({f'wf1_j{number}_r1_a1' for number in (1, 2, 3)}, {step['job_step'] for step in steps})
+            samples = connection.execute('SELECT job_id, max(memory_bytes), num_processes FROM job_resource_samples').fetchone()
+        self.assertEqual((busy['job_id'], True, 1), (samples[0], samples[1] > 100 << 20, samples[2]))
 
     def test_without_accounting_results_have_what_was_sampled_and_the_runner_does_not_wait(self):
-        text = re.sub('(?m)^(AccountingStorageType=).*$', r'\1accounting_storage/none', read_text(self.bed.conf))
-        path = self.world.write('own.conf', re.sub('(?m)^AccountingStorageEnforce=.*$', '', text))
-        fakes = self.run_workflow(f'SLURM_CONF={shlex.quote(path)} exec sacct "$@"')
+        fakes = self.run_workflow('(?m)^AccountingStorageType=.*((?s:.*))^AccountingStorageEnforce=.*$', r'AccountingStorageType=accounting_storage/none\1')
         self.assertEqual({None}, {row.get('max_rss_bytes') for row in self.stats.values()})
-        self.assertEqual({self.job_id}, {row['slurm_job_id'] for row in self.stats.values()})
-        self.assertGreater(self.items['busy']['peak_memory_bytes'], 100 << 20)
-        self.assertGreater(self.items['busy']['avg_cpu_percent'], 0)
+        self.assertGreater(self.busy['avg_cpu_percent'], 0)
         self.assertEqual((1, 1), (len(fakes.calls('sacct')), self.said.count('Slurm keeps no accounts of steps here')))
 
     def test_an_accounting_that_refuses_is_said_once_and_given_up(self):
-        text = re.sub('(?m)^(AccountingStoragePort=).*$', r'\g<1>1', read_text(self.bed.conf))
-        self.run_workflow(f'SLURM_CONF={shlex.quote(self.world.write("own.conf", text))} exec sacct "$@"')
+        self.run_workflow('(?m)^(AccountingStoragePort=).*$', r'\g<1>1')
         self.assertEqual(1, self.said.count('the accounting of Slurm does not answer'), self.said)
         self.assertIn('onnection refused', self.said)
 

@@ -19561,10 +19561,11 @@ class Attempt:
         self.stdout = None              # type: Optional[str]  # name in job_stdio
         self.stderr = None              # type: Optional[str]
         self.deletes_stdio = False      # after success
-        self.process = None             # type: Optional[Process]
+        self.process = None             # type: Optional[Process]  # or its recovery script, if that runs
         self.stopped_for = ''           # '', one of SIGNAL_REASONS, 'revoked', 'memory' or 'timeout'
         self.stopped_by = None          # type: Optional[int]  # the signal that this runner got
         self.end = None                 # type: Optional[ProcessEnd]
+        self.ended_at = math.inf        # monotonic; when that was found out
         self.completion = {}            # type: Dict[str, Any]  # from its verdict on
         self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
@@ -20583,7 +20584,6 @@ class DirectStarter(Part):
     def __init__(self, context: NodeContext, launcher: Launcher) -> None:
         self.context = context
         self.launcher = launcher
-        self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         self.kill_before_s = context.config['sigkill_headroom_seconds']     # the end of the node's time
         self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
 
@@ -20612,19 +20612,9 @@ class DirectStarter(Part):
         self.launcher.kill(attempt.process for attempt in attempts)
 
     def judge(self, attempt: Attempt) -> Optional[Verdict]:
-        """What the end of an attempt means, or None for "later": then it is asked again in each turn.
-
-        Who signals a whole control group means the runner too: a job that dies of such a signal was perhaps
-        interrupted, and has not failed.
-        """
-        context, end, process = self.context, attempt.end, attempt.process
-        until = process.started + end.wall_s + SHARED_SIGNAL_S
-        if may_share_signal(end) and not attempt.stopped_for and time.monotonic() < until:
-            self.judge_at = min(self.judge_at, until)
-            return None
-        verdict = judge_end(end, attempt.stopped_for, context.stop_signal,
-                            context.config['timeout_exit_code'], attempt.stopped_by)
-        return verdict
+        """What the end of an attempt means, or None for "later": then it is asked again in each turn."""
+        return judge_end(attempt.end, attempt.stopped_for, self.context.stop_signal,
+                         self.context.config['timeout_exit_code'], attempt.stopped_by)
 
 
 class Scripts:
@@ -20830,25 +20820,25 @@ class Completions(Part):
         self.cap = OutputCap(context.options.max_output_bytes, self.attempts)
         self.scripts = scripts
         self.link = link
+        self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         self.outputs = {}       # type: Dict[int, str]  # files whose hashes the RO-Crate wants: id -> path
-        self.recoveries = {}    # type: Dict[Attempt, Process]  # recovery scripts that run
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
 
     def due(self) -> float:
         """When an end can be judged that was put off, or a recovery script begin."""
-        judge_at = self.starter.judge_at if self.attempts.by_state['ended'] else math.inf
-        is_waiting = self.attempts.count('recovering') > len(self.recoveries) and self.link.has_lease
-        return min(judge_at, self.cap.due(), self.context.not_before if is_waiting else math.inf)
+        is_waiting = self.link.has_lease and any(
+            attempt.process is None for attempt in self.attempts.by_state['recovering'])
+        return min(self.judge_at, self.cap.due(), self.context.not_before if is_waiting else math.inf)
 
     def act(self, now: float) -> None:
         """Judge what could not be judged before, and start recovery scripts, if the jobs are still ours."""
         self.cap.act(now)
-        self.starter.judge_at = math.inf
+        self.judge_at = math.inf
         for attempt in self.attempts.of('ended'):
             self.judge(attempt)
         for attempt in self.attempts.of('recovering'):
-            if attempt in self.recoveries:
+            if attempt.process is not None:
                 continue
             if self.context.leaving == 'interrupt':     # nobody would stop it
                 self.skip_recovery(attempt)
@@ -20857,7 +20847,8 @@ class Completions(Part):
 
     def on_end(self, attempt: Attempt, process: Process) -> None:
         """A job's process and all that came from it are gone."""
-        attempt.end = end = process.end
+        attempt.end, attempt.ended_at = process.end, time.monotonic()
+        end = process.end
         self.policy.on_end(attempt.grant, end.wall_s)
         self.link.pace.on_end()
         attempt.usage = self.measure.take_usage(attempt, end)
@@ -20874,7 +20865,15 @@ class Completions(Part):
         self.on_verdict(attempt, Verdict('failed', return_code, reason))
 
     def judge(self, attempt: Attempt) -> None:
-        """Ask what an end means: at once, or, where the answer is to come from elsewhere, later."""
+        """Ask what an end means: at once, or, where the answer is to come from elsewhere, later.
+
+        Who signals a whole control group means the runner too: a job that dies of such a signal was perhaps
+        interrupted, and has not failed.
+        """
+        until = attempt.ended_at + SHARED_SIGNAL_S
+        if may_share_signal(attempt.end) and not attempt.stopped_for and time.monotonic() < until:
+            self.judge_at = min(self.judge_at, until)
+            return
         allocation = self.context.allocation if attempt.stopped_for == 'interrupt' else None
         if allocation is not None and allocation.is_in_doubt:
             return      # the answer wakes us
@@ -20938,6 +20937,7 @@ class Completions(Part):
             completion.update(retry=True, max_retries=max_retries)
             attempt.script = rule.get('recovery_script')
             if attempt.script:
+                attempt.process = None
                 self.attempts.change(attempt, 'recovering')
 
     def start_recovery(self, attempt: Attempt) -> None:
@@ -20950,7 +20950,7 @@ class Completions(Part):
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
         on_end = functools.partial(self.on_recovery_end, attempt, bool(context.leaving), log_name)
         try:
-            self.recoveries[attempt] = self.scripts.start(attempt.script, variables, log_name, name, on_end)
+            attempt.process = self.scripts.start(attempt.script, variables, log_name, name, on_end)
         except (OSError, ValueError) as error:
             if getattr(error, 'errno', None) in EXHAUSTION:
                 context.pause(str(error))
@@ -20959,7 +20959,6 @@ class Completions(Part):
 
     def on_recovery_end(self, attempt: Attempt, was_leaving: bool, log_name: str, process: Process) -> None:
         """The retry stands, unless the script refuses it; one that we stopped has not, and is no retry."""
-        del self.recoveries[attempt]
         code = process.end.return_code
         if attempt.state != 'recovering':       # it was revoked
             return
@@ -20977,8 +20976,8 @@ class Completions(Part):
         self.attempts.change(attempt, '')
         self.context.log.write('No recovery script: another runner has the job', 'warning',
                                **self.context.names(attempt))
-        if attempt in self.recoveries:
-            self.scripts.kill(self.recoveries[attempt])
+        if attempt.process is not None:
+            self.scripts.kill(attempt.process)
 
     def skip_recovery(self, attempt: Attempt) -> None:
         """The runner is stopped: the job is ready again, as those that it stops, and no retry is spent."""
@@ -21492,8 +21491,8 @@ class Step:
         self.sign = self.text = ''          # what its stderr says
         # What Slurm says of it (16f).
         self.usage = Usage()
-        self.seen_at = math.inf             # its end, and then the last answer of sacct
-        self.tries = 0                      # answers since its end
+        self.ended_at = math.inf
+        self.tries = 0                      # answers of sacct since its end
         self.record = StepRecord()          # the last one
         self.is_awaited = False             # a judgement waits for its state
         self.state = None                   # type: Optional[str]  # of SLURM_STATES; '': never to be known
@@ -21558,7 +21557,6 @@ class SlurmStarter(Part):
         self.early = parse_step_signal(str(context.config.get('srun_termination_signal') or ''))
         self.early_number = int(getattr(signal, f'SIG{self.early[0]}', 0)) if self.early else 0
         self.running = {}           # type: Dict[Attempt, Step]  # whose srun lives
-        self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         # Their own limit is rounded up, and slurmctld looks each 30 s: it is a second line.
         self.stop_before_s = context.config['sigkill_headroom_seconds']
         self.kill_before_s = self.stop_before_s / 2
@@ -21730,7 +21728,7 @@ class SlurmStarter(Part):
     def end_orphan(self, attempt: Attempt) -> None:
         """srun was killed: its step may run on, and must not when the job is started anew."""
         def on_reply(_: Reply) -> None:
-            attempt.step.is_canceling, self.judge_at = False, 0.0
+            attempt.step.is_canceling = False
         attempt.step.is_canceling = True
         self.call_scancel([attempt], on_reply=on_reply)
 
@@ -21746,11 +21744,6 @@ class SlurmStarter(Part):
                           attempt.stopped_for)
         if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt):
             kind = 'early'
-        until = attempt.process.started + attempt.process.end.wall_s + SHARED_SIGNAL_S
-        if kind in ('canceled', 'srun', 'killed', 'own') and may_share_signal(attempt.end) \
-                and not attempt.stopped_for and time.monotonic() < until:
-            self.judge_at = min(self.judge_at, until)   # a signal to all of the allocation reaches us, too
-            return None
         return self.find_verdict(attempt, kind)
 
     def find_verdict(self, attempt: Attempt, kind: str) -> Verdict:
@@ -21832,7 +21825,7 @@ MAX_NAMED_STEPS = 5000      # in a command line, of which Linux allows 128 kB a 
 SACCT_TRIES = 6
 SACCT_PAUSE_S = 5.0
 SACCT_FIRST_S = 1.0         # after the end of a step: before, slurmdbd(8) hardly has its record
-SACCT_BATCH_S = 30.0        # so long ends that nobody waits for are gathered
+SACCT_BATCH_S = 30.0        # between calls of which nobody waits for an answer
 SACCT_QUERY_S = 30.0
 LAST_SACCT_S = 2.0          # before the runner must be gone it waits for no record any more
 PATIENCE = 10               # a program is left alone so many times as long as it took
@@ -21847,25 +21840,18 @@ class Accounting(Part):
         self.launcher = launcher
         self.starter = starter
         self.monitor = monitor          # has the time series
-        self.sample_at = -math.inf      # monotonic, as all times
-        self.is_sampling = False
+        # Times are monotonic. While an answer is out these two are infinite.
+        self.sample_at = 0.0 if monitor.settings.jobs else math.inf     # the next sstat
+        self.replied_at = -math.inf     # the last answer of sacct
+        self.rest_s = SACCT_PAUSE_S     # ... and so long it is left alone at least
         self.ended = {}                 # type: Dict[Attempt, Step]  # of which sacct is still to be asked
-        self.ended_at = -math.inf       # the last end
-        self.is_asking = False
         self.failures = 0.0             # of sacct, in a row; infinite: there is no accounting here
-        self.replied_at = -math.inf     # it has answered; then it is left alone
-        self.rest_s = 0.0               # ... for so long
         self.rows = []                  # type: List[Dict[str, Any]]  # of slurm_stats: the loop takes them
 
     @property
     def is_away(self) -> bool:
         """Whether no answer is to be expected soon."""
         return self.failures >= SACCT_TRIES
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the runner is to stay for records: it is not for longer than all tries take."""
-        return bool(self.ended)
 
     def add(self, attempt: Attempt) -> None:
         """The step of an attempt was started: see SlurmStarter.running."""
@@ -21874,8 +21860,7 @@ class Accounting(Part):
         """A step has ended, or there was none: fields of its result, from the end of the job and samples."""
         step = attempt.step
         if step.notes.number:
-            self.ended[attempt], self.ended_at = step, time.monotonic()
-            step.seen_at = self.ended_at
+            self.ended[attempt], step.ended_at = step, time.monotonic()
             step.state = '' if self.is_away else None       # then no judgement waits
             if self.failures == math.inf:
                 self.finish(attempt)
@@ -21892,106 +21877,91 @@ class Accounting(Part):
 
     def due(self) -> float:
         """The next question, or the end of all waiting."""
-        sample_at = self.sample_at if self.starter.running and self.monitor.settings.jobs else math.inf
-        return min(sample_at, self.asks_at(), self.give_up_at())
+        return min(self.sample_at if self.starter.running else math.inf, self.asks_at(), self.give_up_at())
 
     def asks_at(self) -> float:
-        """When sacct is asked next."""
-        if self.is_asking or not self.ended:
+        """When sacct is asked next: soon if somebody waits for the answer."""
+        steps = list(self.ended.values())
+        if not steps:
             return math.inf
-        wished_at = min(step.seen_at + self.pause_of(step) for step in self.ended.values())
-        return max(wished_at, self.replied_at + (SACCT_FIRST_S if self.context.leaving else self.rest_s))
-
-    def pause_of(self, step: Step) -> float:
-        """How long after its end, or after the last answer, sacct is asked about a step."""
-        if not self.context.leaving and not (step.is_awaited and step.state is None):
-            return SACCT_BATCH_S
-        return SACCT_PAUSE_S if step.tries else SACCT_FIRST_S
+        is_awaited = self.context.leaving or any(step.is_awaited and step.state is None for step in steps)
+        return max(steps[0].ended_at + SACCT_FIRST_S,
+                   self.replied_at + (self.rest_s if is_awaited else SACCT_BATCH_S))
 
     def give_up_at(self) -> float:
-        """When a runner that leaves waits no longer: for figures not at all, steps of a second have none."""
+        """When a runner that leaves waits no longer."""
         if not self.ended or not self.context.leaving:
             return math.inf
-        if self.is_away or any(step.record.has_ended for step in self.ended.values()):
-            return 0.0
-        window_s = SACCT_FIRST_S + SACCT_TRIES * SACCT_PAUSE_S
-        if self.context.leaving in SIGNAL_REASONS:
-            window_s = min(window_s, LAST_REPORT_S)
-        return min(self.ended_at + window_s, self.context.last_at - LAST_SACCT_S)
+        window_s = LAST_REPORT_S if self.context.leaving in SIGNAL_REASONS else SACCT_TRIES * SACCT_PAUSE_S
+        last_end = list(self.ended.values())[-1].ended_at
+        return 0.0 if self.is_away else min(last_end + window_s, self.context.last_at - LAST_SACCT_S)
 
     def act(self, now: float) -> None:
         """Ask what is to be asked; give up what is asked in vain."""
-        settings = self.monitor.settings
-        if settings.jobs and self.starter.running and now >= self.sample_at:
-            self.sample_at = now + settings.interval_s
-            if not self.is_sampling:
-                self.ask_samples(now)
+        if self.starter.running and now >= self.sample_at:
+            self.ask_samples(now)
         if now >= self.give_up_at():
-            known = [attempt for attempt, step in self.ended.items() if step.record.has_ended]
-            for attempt in known or list(self.ended):
+            for attempt in list(self.ended):
                 self.finish(attempt)
         if now >= self.asks_at():
-            self.is_asking = True
-            argv = slurm_argv('sacct', '-j', self.context.allocation.job_id, '--format', SACCT_FORMAT, '-P',
-                              '-n')
-            on_reply = functools.partial(self.on_records, now, list(self.ended))
-            self.launcher.query(argv, SACCT_QUERY_S, on_reply, query_variables())
+            self.replied_at = math.inf
+            self.call('sacct', ['-j', self.context.allocation.job_id], SACCT_FORMAT, SACCT_QUERY_S,
+                      functools.partial(self.on_records, now, list(self.ended)))
+
+    def call(self, name: str, words: List[str], columns: str, limit_s: float,
+             on_reply: Callable[[Reply], Any]) -> None:
+        """Ask a program for these columns, without waiting."""
+        argv = slurm_argv(name, *words, '--format', columns, '-P', '-n')
+        self.launcher.query(argv, limit_s, on_reply, query_variables())
 
     # ---- sstat ----
 
     def ask_samples(self, now: float) -> None:
-        """One sstat for all steps that are there. What goes wrong is debug: mostly a step has just ended."""
+        """One sstat for all steps that are there."""
         asked = {step.number: attempt for attempt, step in self.starter.running.items() if step.number}
-        if not asked:
-            return
-        self.is_sampling, job_id = True, self.context.allocation.job_id
-        which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)]
-        if len(asked) > MAX_NAMED_STEPS:
-            which = ['-j', job_id, '--allsteps']
-        argv = slurm_argv('sstat', *which, '--format', SSTAT_FORMAT, '-P', '-n')
-        self.launcher.query(argv, STEP_QUERY_S, functools.partial(self.on_samples, now, asked),
-                            query_variables())
+        self.sample_at = math.inf if asked else now + self.monitor.settings.interval_s
+        job_id = self.context.allocation.job_id
+        which = ['-j', job_id, '--allsteps']
+        if len(asked) <= MAX_NAMED_STEPS:
+            which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)]
+        if asked:
+            self.call('sstat', which, SSTAT_FORMAT, STEP_QUERY_S,
+                      functools.partial(self.on_samples, now, asked))
 
     def on_samples(self, asked_at: float, asked: Dict[str, Attempt], reply: Reply) -> None:
-        """Take samples in. All count for the same moment."""
-        now, at, self.is_sampling = time.monotonic(), int(time.time()), False
+        """Take samples in; all count for the same moment. What goes wrong is debug: mostly a step has just
+        ended."""
+        now, at, settings = time.monotonic(), int(time.time()), self.monitor.settings
         if reply.code or reply.err:
             self.context.log.write(f'sstat: {explain_reply(reply)}', 'debug')
-        self.sample_at = max(self.sample_at, now + PATIENCE * (now - asked_at))
+        self.sample_at = max(asked_at + settings.interval_s, now + PATIENCE * (now - asked_at))
         for number, sample in read_step_samples(reply.out, set(asked)).items():
             attempt = asked[number]
             percent = attempt.step.usage.add(now, *sample)
-            if percent is not None and self.monitor.settings.has_job_series:
+            if percent is not None and settings.has_job_series:
                 self.monitor.series.add_job(attempt.id, attempt.name, (
                     at, percent, sample.memory_bytes or 0, 1))
 
     # ---- sacct ----
 
     def on_records(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
-        """Take in what is on record of steps that have ended."""
-        now, self.is_asking = time.monotonic(), False
-        self.replied_at = now
+        """Take in what is on record of steps that have ended. A runner that leaves waits for no figures: steps
+        of a second have none."""
+        now = self.replied_at = time.monotonic()
         self.rest_s = min(max(SACCT_PAUSE_S, PATIENCE * (now - asked_at)), SACCT_BATCH_S)
         self.note_failure(reply)
-        steps = {attempt: self.ended[attempt] for attempt in asked if attempt in self.ended}
-        names = {step.name for step in steps.values()}
+        names = {attempt.step.name for attempt in asked}
         records = {} if reply.code else read_step_records(reply.out, names)
-        for attempt, step in steps.items():
-            step.tries, step.seen_at = step.tries + 1, now
-            step.record = records.get(step.name, step.record)
-            if step.record.has_ended:
-                step.state = step.record.state
+        for attempt in filter(self.ended.__contains__, asked):
+            step, step.tries = attempt.step, attempt.step.tries + 1
+            step.record = record = records.get(step.name, step.record)
+            if record.has_ended:
+                step.state = record.state
             if self.failures == math.inf or step.tries >= SACCT_TRIES \
-                    or step.record.has_ended and step.record.has_figures:
+                    or record.has_ended and (record.has_figures or self.context.leaving):
                 self.finish(attempt)
-        if self.is_away:
-            for step in self.ended.values():
-                step.state = step.state or ''
-
-    def take_rows(self) -> List[Dict[str, Any]]:
-        """What is to be reported, once."""
-        rows, self.rows = self.rows, []
-        return rows
+        for step in self.ended.values() if self.is_away else ():
+            step.state = step.state or ''
 
     def note_failure(self, reply: Reply) -> None:
         """Say once that figures will be missing, and why. Judgements wait for no second call that hangs."""
@@ -22013,6 +21983,11 @@ class Accounting(Part):
         row = {'job_id': attempt.id, 'attempt_id': attempt.attempt_id,
                'slurm_job_id': self.context.allocation.job_id, **dict(zip(STATS_FIELDS, step.record))}
         self.rows.append({key: cell for key, cell in row.items() if cell is not None})
+
+    def take_rows(self) -> List[Dict[str, Any]]:
+        """What is to be reported, once."""
+        rows, self.rows = self.rows, []
+        return rows
 
 
 # ======== 16g. Runner's allocation: the runner inside a Slurm job ========
@@ -22893,9 +22868,9 @@ class Runner:
     @property
     def has_slurm_work(self) -> bool:
         """Whether Slurm is still to be told, or asked, something; not beyond the end of our time."""
-        is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
+        is_asking = self.accounting is not None and self.accounting.ended and not self.shutdown.is_killed
         allocation = self.context.allocation
-        return is_asking or allocation is not None and allocation.is_in_doubt
+        return bool(is_asking or allocation is not None and allocation.is_in_doubt)
 
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
