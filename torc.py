@@ -21422,7 +21422,7 @@ STEPS_DIRECTORY = 'slurm_steps'     # in the output directory; each runner has a
 SUPERVISOR_NAME = 'supervisor.py'
 STEP_KILL_S = 5.0           # from scancel of a step to SIGKILL for its srun
 SIGNAL_LEEWAY_S = 60.0      # so much sooner Slurm may send --signal (srun(1))
-WATCH_S = 30.0              # between looks at the notes of a step that runs on
+WATCH_S = 10.0              # between looks whether steps are to be given up
 
 
 def cancel_argv(job_id: str, numbers: Sequence[str], signal_name: str = '') -> List[str]:
@@ -21474,16 +21474,14 @@ class Step:
     def __init__(self, stem: str, stop_at: float, is_queued: bool) -> None:
         self.stem = stem
         self.name = os.path.basename(stem)
-        self.started = time.monotonic()     # srun
         self.stop_at = stop_at              # when the runner will stop it, as far as it was known then
         self.is_queued = is_queued          # it is Slurm that makes it wait for room
         self.notes = StepNotes()            # as last read
         # What is to be done for it while its srun lives.
         self.early_from = 0.0               # not before that it gets srun_termination_signal
         self.kill_at = math.inf
-        self.look_at = self.started + WATCH_S
         self.watchdog = WATCHDOGS[-1]       # type: Optional[Watchdog]  # which of them holds, and
-        self.held_at = self.started         # ... since when
+        self.held_at = time.monotonic()     # ... since when
         # How srun has ended.
         self.is_killed = False              # by us
         self.is_canceling = False           # scancel makes sure that it has ended
@@ -21532,13 +21530,11 @@ class Step:
         return self.notes.is_lost or is_here and not read_process_start_ticks(self.notes.pid)
 
     def watch(self, now: float) -> Optional[Watchdog]:
-        """Look whether it is to be ended, and plan the next look."""
+        """Why it is to be ended, if that has held for long enough."""
         found = next((row for row in WATCHDOGS if row.holds(self)), None)
         if found is not self.watchdog:
             self.watchdog, self.held_at = found, now
-        give_up_at = self.held_at + found.after_s if found else math.inf
-        self.look_at = min(now + WATCH_S, give_up_at)
-        return found if now >= give_up_at else None
+        return found if found and now >= self.held_at + found.after_s else None
 
 
 class SlurmStarter(Part):
@@ -21557,6 +21553,7 @@ class SlurmStarter(Part):
         self.early = parse_step_signal(str(context.config.get('srun_termination_signal') or ''))
         self.early_number = int(getattr(signal, f'SIG{self.early[0]}', 0)) if self.early else 0
         self.running = {}           # type: Dict[Attempt, Step]  # whose srun lives
+        self.look_at = 0.0          # monotonic; at all of them
         # Their own limit is rounded up, and slurmctld looks each 30 s: it is a second line.
         self.stop_before_s = context.config['sigkill_headroom_seconds']
         self.kill_before_s = self.stop_before_s / 2
@@ -21612,10 +21609,10 @@ class SlurmStarter(Part):
 
     def due_of(self, step: Step) -> float:
         """When something is to be done for a step: once it is killed, only the launcher's end of srun."""
-        return math.inf if step.is_killed else min(self.early_at(step), step.kill_at, step.look_at)
+        return math.inf if step.is_killed else min(self.early_at(step), step.kill_at, self.look_at)
 
     def due(self) -> float:
-        """The next early signal, SIGKILL, or look at a step."""
+        """The next early signal, SIGKILL, or look at all steps."""
         return min(map(self.due_of, self.running.values()), default=math.inf)
 
     def act(self, now: float) -> None:
@@ -21630,13 +21627,14 @@ class SlurmStarter(Part):
                 # Slurm may have sent it: 22.05 takes --signal and does nothing.
                 if notes.number and notes.return_code is None and self.early_number not in notes.signals:
                     early.append(attempt)
-            given_up = step.watch(now) if now >= step.look_at else None
+            given_up = step.watch(now) if now >= self.look_at else None
             if given_up:
                 self.context.log.write(f'Step is given up: {given_up.reason}', 'warning',
                                        **self.context.names(attempt))
                 step.sign = given_up.sign
             if given_up or now >= step.kill_at:
                 killed.append(attempt)
+        self.look_at = self.look_at if now < self.look_at else now + WATCH_S
         self.send(early, self.early[0] if self.early else '')
         self.cancel(killed, now)
 
@@ -21884,6 +21882,8 @@ class Accounting(Part):
         steps = list(self.ended.values())
         if not steps:
             return math.inf
+        if self.context.leaving and not steps[-1].tries:
+            return max(steps[-1].ended_at + SACCT_FIRST_S, self.replied_at)
         is_awaited = self.context.leaving or any(step.is_awaited and step.state is None for step in steps)
         return max(steps[0].ended_at + SACCT_FIRST_S,
                    self.replied_at + (self.rest_s if is_awaited else SACCT_BATCH_S))
