@@ -15103,7 +15103,7 @@ class StepRunTest(RunnerCase):
         self.assertEqual('ended shortly before the time limit of its Slurm step, by SIGUSR1', self.rows[2, 1]['reason'])
 
 
-class StepRulesOfARunnerTest(PartTest):
+class StepWatchTest(PartTest):
     """When steps are given up, and when jobs are steps at all."""
 
     def test_a_step_is_given_up_when_nothing_more_is_to_be_expected_of_it(self):
