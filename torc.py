@@ -19561,7 +19561,7 @@ class Attempt:
         self.stdout = None              # type: Optional[str]  # name in job_stdio
         self.stderr = None              # type: Optional[str]
         self.deletes_stdio = False      # after success
-        self.process = None             # type: Optional[Process]  # or its recovery script, if that runs
+        self.process = None             # type: Optional[Process]  # or its recovery script
         self.stopped_for = ''           # '', one of SIGNAL_REASONS, 'revoked', 'memory' or 'timeout'
         self.stopped_by = None          # type: Optional[int]  # the signal that this runner got
         self.end = None                 # type: Optional[ProcessEnd]
