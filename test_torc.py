@@ -14546,189 +14546,80 @@ class LinkTest(PartTest):
 # ======== 16c. Runner's parts ========
 
 
-class FakeStarter:
-    """Starts nothing."""
-
-    def __init__(self) -> None:
-        self.started, self.stopped, self.killed = [], [], []    # type: List[str], List[str], List[str]
-        self.ends = {}          # type: Dict[str, Callable[[Any], Any]]
-        self.launcher, self.judge_at = types.SimpleNamespace(unkillable={}), math.inf
-        self.stop_before_s, self.kill_before_s = 90.0, 60.0
-
-    def start(self, attempt: Any, outputs: List[int], on_end: Any) -> None:
-        """Remember it."""
-        attempt.process = unittest.mock.Mock(started_at=0.0, started=time.monotonic(), pid=7, end=None)
-        self.started.append(attempt.name)
-        self.ends[attempt.name] = on_end
-
-    def finish(self, name: str, return_code: int = 0) -> None:
-        """Let one end."""
-        self.ends.pop(name)(unittest.mock.Mock(end=PartTest.end(return_code)))
-
-    def stop(self, attempts: Sequence[Any], lead_s: float) -> None:
-        """Remember them."""
-        self.stopped += [attempt.name for attempt in attempts]
-
-    def kill(self, attempts: Sequence[Any]) -> None:
-        """Remember them."""
-        self.killed += [attempt.name for attempt in attempts]
-
-    def judge(self, attempt: Any) -> Any:
-        """By the return code."""
-        code = attempt.end.return_code
-        return torc.Verdict('failed' if code else 'completed', code)
-
-
-class FakeScripts:
-    """Runs nothing."""
-
-    def __init__(self) -> None:
-        self.running = {}       # type: Dict[Any, Any]
-        self.commands = []      # type: List[str]
-        self.stopped = []       # type: List[int]
-        self.killed = []        # type: List[Any]
-
-    def start(self, command: str, variables: Dict[str, str], log_name: str, name: str, on_end: Any) -> Any:
-        """Remember it."""
-        self.commands.append(command.rpartition('\n')[2])
-        process = unittest.mock.Mock()
-        self.running[process] = on_end
-        return process
-
-    def finish(self, return_code: int = 0) -> None:
-        """Let the oldest end."""
-        process = next(iter(self.running))
-        process.end = PartTest.end(return_code)
-        self.running.pop(process)(process)
-
-    def kill(self, process: Any) -> None:
-        """Remember it."""
-        self.killed.append(process)
-
-    def stop(self, number: int, lead_s: float) -> None:
-        """Remember it."""
-        self.stopped.append(number)
-
-
 class JobPartsTest(PartTest):
-    """Claims, starts, ends and actions."""
+    """Claims, starts and ends, with real processes and no server."""
+    WAITS, FAILS = 'until [ -e go ]; do sleep 0.02; done; exit 7', 'exit 7'
+    RULES = [{'exit_codes': [7], 'recovery_script': 'echo $TORC_JOB_ID >> "$TORC_OUTPUT_DIR/mended"; exec sleep 1000'}]
 
-    def build(self, *answers: Any, num_cpus: int = 2, **workflow: Any) -> Any:
+    def build(self, num_cpus: int = 2, **workflow: Any) -> Any:
         """A dispatcher and all that it needs."""
-        self.starter, self.scripts = FakeStarter(), FakeScripts()
-        self.server = self.link(*answers, **workflow)
+        self.server, self.node = self.link(**workflow), self.launcher()
         context = self.server.context
-        self.ledger = torc.Ledger([torc.NodeSize(num_cpus, 1 << 30, ())], None)
-        self.policy = torc.ClaimPolicy(context, self.ledger, self.attempts)
-        monitor = torc.Monitor(context, unittest.mock.Mock(), self.attempts, self.starter)
-        self.completions = torc.Completions(context, self.policy, self.starter, monitor, self.scripts, self.server)
-        self.actions = torc.Actions(context, self.scripts, self.server)
+        context.variables = {'TORC_OUTPUT_DIR': context.output.path}
+        self.policy = torc.ClaimPolicy(context, torc.Ledger([torc.NodeSize(num_cpus, 1 << 30, ())], None), self.attempts)
+        starter, scripts = torc.DirectStarter(context, self.node), torc.Scripts(context, self.node)
+        monitor = torc.Monitor(context, self.node, self.attempts, starter)
+        self.completions = torc.Completions(context, self.policy, starter, monitor, scripts, self.server)
+        self.actions = torc.Actions(context, scripts, self.server)
         self.dispatcher = torc.Dispatcher(context, self.policy, self.completions, self.server, self.actions)
         self.dispatcher.may_claim = True
+        self.shutdown = torc.Shutdown(context, self.node, self.dispatcher, scripts, self.server)
         return self.dispatcher
 
-    def claim(self, *numbers: int, **more: Any) -> None:
-        """Jobs of an answer, of one CPU each."""
-        jobs = [dict({'id': number, 'name': f'j{number}', 'attempt_id': 1, 'kind': 0, 'failure_handler': None, 'outputs': [],
-                      'interruptions': 0, 'nodes': [0]}, **more) for number in numbers]
+    def claim(self, **commands: str) -> None:
+        """Jobs of an answer, of one CPU each: names, such as j1, and commands."""
+        jobs = [{'id': int(name[1:]), 'name': name, 'attempt_id': 1, 'kind': 0, 'failure_handler': 0, 'outputs': [], 'interruptions': 0,
+                 'nodes': [0], 'command': command, 'invocation_script': None, 'env': None} for name, command in commands.items()]
         kind = {'num_cpus': 1, 'memory_bytes': 1, 'num_gpus': 0, 'num_nodes': 1}
-        rules = [{'exit_codes': [7], 'recovery_script': 'mend'}, {'exit_codes': [8], 'max_retries': 2}]
-        self.dispatcher.add({'jobs': jobs, 'kinds': [kind], 'handlers': [rules]})
+        self.dispatcher.add({'jobs': jobs, 'kinds': [kind], 'handlers': [self.RULES]})
+
+    def turn_until(self, wanted: Dict[str, str]) -> None:
+        """Turn until attempts are in these states."""
+        with self.world.inside():
+            self.world.wait(lambda: [part.act(time.monotonic()) for part in (self.node, self.completions, self.dispatcher)]
+                            and self.states() == wanted, 20, str(wanted), state=self.states)
 
     def states(self) -> Dict[str, str]:
         """Name -> state of all attempts in hand."""
         return {attempt.name: attempt.state for attempt in self.attempts.of()}
 
-    # -------- claims and starts --------
-
     def test_what_cannot_start_in_time_goes_back(self):
         dispatcher = self.build(num_cpus=1)
-        self.claim(1, 2)
-        dispatcher.act(time.monotonic())
+        self.claim(j1=self.WAITS, j2='true')
+        self.turn_until({'j1': 'running', 'j2': 'claimed'})
         self.assertEqual(self.policy.stale_at(), dispatcher.due())
         with unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
-            dispatcher.act(time.monotonic())
-        self.assertEqual((['j1'], [(2, 1)], math.inf), (self.starter.started, self.server.outbox['returned'], dispatcher.due()))
-        self.assertEqual({'j1': 'running'}, self.states())
+            self.turn_until({'j1': 'running'})
+        self.assertEqual(([(2, 1)], math.inf), (self.server.outbox['returned'], dispatcher.due()))
 
     def test_after_the_end_of_claims_jobs_of_a_late_answer_go_back(self):
         dispatcher = self.build()
         dispatcher.close()
-        self.claim(1)
+        self.claim(j1='true')
         self.assertEqual(([(1, 1)], None, {}), (self.server.outbox['returned'], dispatcher.want(), self.states()))
 
     def test_the_recovery_script_of_what_is_others_by_now_is_killed_or_never_begun_and_nothing_is_reported(self):
         dispatcher = self.build()
-        self.claim(1, 2, failure_handler=0)
-        dispatcher.act(time.monotonic())
-        self.starter.finish('j1', 7)
-        self.completions.act(time.monotonic())
+        self.claim(j1=self.FAILS, j2=self.WAITS)
+        self.turn_until({'j2': 'running', 'j1': 'recovering'})
+        self.world.wait(lambda: self.world.read('out/mended'), 20, 'the script')
         self.server.lease_ends_at = 0.0
-        self.starter.finish('j2', 7)
-        self.completions.act(time.monotonic())
-        self.assertEqual((['mend'], {'j1': 'recovering', 'j2': 'recovering'}), (self.scripts.commands, self.states()))
-        script, = self.scripts.running
+        self.world.write('go', '')
+        self.turn_until({'j1': 'recovering', 'j2': 'recovering'})
         dispatcher.revoke([[1, 1], [2, 1]])
         self.server.lease_ends_at = math.inf
-        self.completions.act(time.monotonic())
-        self.assertEqual(([script], ['mend'], {}), (self.scripts.killed, self.scripts.commands, self.states()))
-        self.scripts.finish(137)
-        self.assertEqual({}, self.states())
-
-    # -------- ends --------
+        self.world.wait(lambda: self.turn_until({}) or not self.node.children, 20, 'the end of the script')
+        self.assertEqual('1\n', self.world.read('out/mended'))
 
     def test_a_recovery_script_that_is_due_after_an_interrupt_is_not_started_and_vetoes_nothing(self):
-        dispatcher = self.build()
-        self.claim(1, failure_handler=0)
-        dispatcher.act(time.monotonic())
-        self.completions.context.leaving = 'interrupt'
-        self.starter.finish('j1', 7)
-        self.completions.act(time.monotonic())
+        self.build().context.leaving = 'interrupt'
+        self.claim(j1=self.FAILS)
+        self.turn_until({'j1': 'reported'})
         completion = self.attempts.of('reported')[0].completion
         self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
-        self.assertEqual([], self.scripts.commands)
-
-    # -------- actions --------
-
-    def test_an_action_begins_no_further_command_once_the_runner_is_stopped(self):
-        shutdown = self.shutdown()
-        one, two = ({'id': number, 'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'persistent': False,
-                    'action_config': {'commands': ['a', 'b']}}
-                    for number in (1, 2))
-        self.actions.add([one, two])
-        self.actions.act(time.monotonic())
-        shutdown.on_signal(signal.SIGTERM)
-        self.scripts.finish()
-        self.actions.act(time.monotonic())
-        self.assertEqual((['a'], [(1, False, 'stopped with its runner before command 2')], False),
-                         (self.scripts.commands, [tuple(row.values()) for row in self.server.outbox['action_results']],
-                          bool(self.actions.queue)))
-        later = dict(one, id=3, trigger_type='on_worker_complete')
-        self.actions.add([later])
-        for _ in range(2):
-            self.actions.act(time.monotonic())
-            self.scripts.finish()
-        self.assertEqual(['a', 'a', 'b'], self.scripts.commands)
-
-    def test_what_slurm_has_set_is_noted_but_no_token(self):
-        context = self.context()
-        context.allocation = unittest.mock.Mock(label=str)
-        with self.world.inside({'SLURM_JWT': 'secret', 'SLURM_B': '1', 'X_SLURM': '2\n3', 'HOME': '/'}):
-            os.environ.pop('TORC_TEST_SLURM', None)
-            torc.prepare_allocation(unittest.mock.Mock(call=lambda *_, **params: {'items': []}), context)
-        self.assertEqual('SLURM_B=1\nX_SLURM=2\\n3\n', self.world.read('out/slurm_env_1.log'))
-        self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('out/slurm_env_1.log')).st_mode))
+        self.assertEqual('', self.world.read('out/mended'))
 
     # -------- leaving --------
-
-    def shutdown(self, **workflow: Any) -> Any:
-        """A shutdown of all these parts, with two jobs running."""
-        self.build(**workflow)
-        self.claim(1, 2, 3)
-        self.dispatcher.act(time.monotonic())
-        self.children = unittest.mock.Mock(children={1: None}, kill_due=list)
-        self.children.kill.return_value = []
-        return torc.Shutdown(self.server.context, self.children, self.dispatcher, self.scripts, self.server)
 
     # After so many seconds without work, or since the last end of a job here, and what the server says -> why the runner leaves.
     LEAVES = rows_of("""
@@ -14755,19 +14646,30 @@ class JobPartsTest(PartTest):
                 self.attempts = torc.Attempts()
                 self.build(options={'is_persistent': row['persistent'] == 'yes'}, compute_node_wait_for_new_jobs_seconds=int(row['limit']),
                            compute_node_ignore_workflow_completion=row['ignores'] == 'yes')
-                shutdown = torc.Shutdown(self.server.context, unittest.mock.Mock(children={}), self.dispatcher, self.scripts, self.server)
                 says = row['says']
                 self.server.answer = {'is_complete': says == 'complete', 'is_canceled': says == 'canceled', 'unfinished': 3,
                                       'claimable': says != 'stuck', 'pending_actions': int(row['pending'])}
                 self.pace.worked_at = clock.now - float(row['idle'])
                 self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
-                rules = torc.ExitRules(self.server.context, self.server, self.actions, shutdown)
+                rules = torc.ExitRules(self.server.context, self.server, self.actions, self.shutdown)
                 self.server.sent_at = self.pace.ended_at
                 rules.look()
-                self.assertEqual(row['reason'] if says in ('complete', 'canceled') else '', shutdown.context.leaving)
+                self.assertEqual(row['reason'] if says in ('complete', 'canceled') else '', self.server.context.leaving)
                 self.server.sent_at = clock.now
                 rules.look()
-                self.assertEqual(row['reason'], shutdown.context.leaving)
+                self.assertEqual(row['reason'], self.server.context.leaving)
+
+
+class ActionTest(RunnerCase):
+    """Actions of a runner that is stopped."""
+
+    def test_an_action_begins_no_further_command_once_the_runner_is_stopped(self):
+        actions = {'on_workflow_start': ['trap "exit 0" TERM; echo > a; while :; do sleep 0.02; done', 'echo > b'], 'on_worker_complete': ['echo > c', 'echo > d']}
+        self.create('true', actions=[{'trigger_type': trigger, 'action_type': 'run_commands', 'commands': commands} for trigger, commands in actions.items()])
+        self.interrupt_when('out/a')
+        self.run_it(poll_interval_s=0.05)
+        self.assertEqual([True, False, True, True], [os.path.exists(self.world.path('out', name)) for name in 'abcd'])
+        self.assertIn('Action failed: stopped with its runner before command 2', self.log())
 
 
 # ======== 16d. Runner's monitor ========
@@ -15042,7 +14944,7 @@ class StepRunTest(RunnerCase):
         for number, script in (srun or {}).items():
             self.fakes.install(f'job.{number}', script)
         with unittest.mock.patch('torc.find_ancestors', lambda pid: []):
-            self.run_it(env=slurm_environment(), **dict.fromkeys(('num_cpus', 'memory_gb', 'num_gpus')))
+            self.run_it(env=slurm_environment(SLURM_JWT='secret', X_SLURM='2\n3'), **dict.fromkeys(('num_cpus', 'memory_gb', 'num_gpus')))
         self.rows = {(row['job_id'], row['attempt_id']): row for row in self.client.rows('list_results', workflow_id=1, all_runs=True)}
         self.scancels = [' '.join(call.argv) for call in self.fakes.calls('scancel')]
 
@@ -15081,6 +14983,8 @@ class StepRunTest(RunnerCase):
                                          f'--cpus-per-task=1 --mem=0M --gres=none --time=9 --input=none {re.escape(sys.executable)} -I -S ')
         self.assertNotIn('--nodelist=node3', [word for call in self.fakes.calls('srun') for word in call.argv if '_a2' in ' '.join(call.argv)])
         self.assertFalse(os.path.exists(self.world.path('out', 'slurm_steps')))
+        said = self.world.read('out/slurm_env_wf1_sl5_n0_pid77.log')
+        self.assertEqual((True, False), ('X_SLURM=2\\n3\n' in said, 'secret' in said))
         stats = {row['job_id']: row for row in self.client.rows('list_slurm_stats', workflow_id=1)}
         self.assertEqual({'job_id': 2, 'attempt_id': 1, 'slurm_job_id': '5', 'max_rss_bytes': 2 << 20, 'max_vm_size_bytes': 3 << 20, 'node_list': 'n1',
                           'max_disk_read_bytes': 1 << 20, 'max_disk_write_bytes': 0, 'ave_cpu_seconds': 5.0}.items() - stats[2].items(), set())

@@ -21945,8 +21945,7 @@ class Accounting(Part):
     # ---- sacct ----
 
     def on_records(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
-        """Take in what is on record of steps that have ended. A runner that leaves waits for no figures: steps
-        of a second have none."""
+        """Take in what is on record of steps that have ended. A runner that leaves waits for no figures."""
         now = self.replied_at = time.monotonic()
         self.rest_s = min(max(SACCT_PAUSE_S, PATIENCE * (now - asked_at)), SACCT_BATCH_S)
         self.note_failure(reply)
