@@ -14660,7 +14660,7 @@ class JobPartsTest(PartTest):
                 self.assertEqual(row['reason'], self.server.context.leaving)
 
 
-class ActionTest(RunnerCase):
+class StoppedActionTest(RunnerCase):
     """Actions of a runner that is stopped."""
 
     def test_an_action_begins_no_further_command_once_the_runner_is_stopped(self):
@@ -27031,7 +27031,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33726
+TORC_LINES = 33700
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]
