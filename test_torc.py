@@ -7,7 +7,7 @@
     python3 test_torc.py --python PATH         on another interpreter
     python3 test_torc.py --require shared,python36    a skip of these groups is a failure
     python3 test_torc.py bench [--quick] [--python PATH]    measurements beside this machine's xargs and make
-    python3 test_torc.py faults [--quick]      programs killed in the middle of their work
+    python3 test_torc.py faults [PATTERN...] [--seed N]    the tests of faults at length: many kills, a whole night
     python3 test_torc.py readme                writes the reference part of README.md anew
 
 What needs a Slurm cluster runs on those of `.ci/slurm_testbed.sh start DIRECTORY` that TORC_TEST_SLURM names, and what
@@ -9584,7 +9584,7 @@ class TurnTest(WorldTest):
 #   many connections at once          RoomTest; CrowdTest
 #   no descriptors, no threads left   RoomTest
 #   client gone before the answer     ServerTest: a client that is gone
-#   all of it, at random              CrowdTest: malformed requests; FaultTest: rubbish of all kinds
+#   all of it, at random              CrowdTest: malformed requests; RequestFaultTest: rubbish of all kinds
 
 
 class ServerTest(WorldTest):
@@ -25273,10 +25273,17 @@ class InterruptionTest(ClusterCase):
 
 # ======== Faults: programs killed in the middle of their work ========
 #
-# FAULTS says what is done to real programs, each time in two sizes: FaultTest takes the small one, and
-# `python3 test_torc.py faults [PART...]` the large one (--quick: the small one too), at moments that its seed decides;
-# the seed is printed. The oracles are jobs that say themselves when they ran (Traces), and clients that note what they
-# said and what they were told (Book).
+# Each of these tests has two sizes: the suite takes the small one, and `python3 test_torc.py faults [PATTERN...]` the
+# large one, at moments that its seed decides; the seed is printed. The oracle is what jobs say themselves of when they
+# ran (Traces), beside what the database says.
+
+FAULTS = types.SimpleNamespace(is_long=False, seed=5)
+SERVER_DATABASE = os.path.join('home', 'state', 'torc', 'torc.db')      # of `serve`, in the root of a world
+
+
+def size(small: int, large: int) -> int:
+    """How often something is done."""
+    return large if FAULTS.is_long else small
 
 
 class Traces:
@@ -25294,11 +25301,11 @@ class Traces:
         """A job that leaves a trace of its work."""
         return dict(fields, command=self.BEGIN + work + self.END)
 
-    def spec(self, jobs: Sequence[Dict[str, Any]]) -> str:
+    def spec(self, jobs: Sequence[Dict[str, Any]], **fields: Any) -> str:
         """A workflow file of such jobs, which take a GPU if they ask for `gpu`."""
         listed = [dict({'name': f'j{number}'}, **job) for number, job in enumerate(jobs, 1)]
-        needs = [{'name': name, 'num_cpus': 1, 'num_gpus': gpus, 'memory': '1m', 'runtime': 'PT1M'} for name, gpus in (('cpu', 0), ('gpu', 1))]
-        return self.world.write('traced.json', json.dumps({'name': 'traced', 'jobs': listed, 'resource_requirements': needs}))
+        needs = [{'name': name, 'num_cpus': 1, 'num_gpus': gpus, 'memory': '50m', 'runtime': 'PT1M'} for name, gpus in (('cpu', 0), ('gpu', 1))]
+        return self.world.write('traced.json', json.dumps(dict(fields, name='traced', jobs=listed, resource_requirements=needs)))
 
     def count(self, kind: str) -> int:
         """How many attempts have begun ('begin'), or come to their end ('end')."""
@@ -25315,33 +25322,34 @@ class Traces:
                 found[tuple(map(int, key.split('_')))] = float(words[0]), float(end[0]) if end else None, words[2]
         return found
 
-    def ended_twice(self) -> Set[int]:
-        """Jobs of which more than one attempt came to its end."""
-        ends = collections.Counter(key[0] for key, row in self.rows().items() if row[1] is not None)
-        return {job_id for job_id, number in ends.items() if number > 1}
+    def check(self, jobs: int, num_cpus: int = 10 ** 6, gpus: int = 0, database: Optional[str] = None) -> Set[int]:
+        """All are completed and each came to its end, each attempt began once and is known, none overlap more than the node had.
 
-    def check(self, statuses: Dict[str, int], num_cpus: int = 10 ** 6, gpus: int = 0, database: Any = None) -> str:
-        """Each attempt began once and is known, none overlap more than the node had, all ended as they should."""
+        Returns the jobs of which more than one attempt came to its end.
+        """
         with contextlib.closing(self.world.connect(database=database)) as client:
-            found = collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=1))
+            statuses = collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=1))
             results = list(client.pages('list_results', workflow_id=1, all_runs=True))
-        keys = [(row['job_id'], row['run_id'], row['attempt_id']) for row in results]
-        assert dict(found) == statuses, found
-        assert len(keys) == len(set(keys)) and 99 not in {row['return_code'] for row in results}, results
+        assert dict(statuses) == {'completed': jobs}, statuses
+        keys = collections.Counter((row['job_id'], row['run_id'], row['attempt_id']) for row in results)
+        completed = collections.Counter(row['job_id'] for row in results if row['status'] == 'completed')
+        assert set(keys.values()) == {1} and 99 not in {row['return_code'] for row in results}, results
+        assert len(completed) == jobs and set(completed.values()) == {1}, completed
         rows = self.rows()
         assert set(rows) <= set(keys), set(rows) - set(keys)
         # /proc/uptime counts hundredths: what follows within one is no overlap.
         moments = sorted(itertools.chain(*(((begin + 0.011, 1, devices), (end, -1, devices)) for begin, end, devices in rows.values()
                                            if end is not None and end > begin + 0.011)))
-        running, most, held = 0, 0, collections.Counter()   # type: int, int, collections.Counter
+        running, held = 0, collections.Counter()   # type: int, collections.Counter
         for _, step, devices in moments:
             running += step
-            most = max(most, running)
             held[devices] += step
             assert running <= num_cpus, f'{running} jobs at once on {num_cpus} CPUs'
-            assert devices == '-' or held[devices] <= 1, f'GPU {devices} was given twice'
+            assert not gpus or devices == '-' or held[devices] <= 1, f'GPU {devices} was given twice'
         assert not gpus or {devices for _, _, devices in rows.values()} <= {'-', *map(str, range(gpus))}
-        return f'{len(rows):,} attempts began, at most {most} at once'
+        ends = collections.Counter(job_id for (job_id, *_), (_, end, _) in rows.items() if end is not None)
+        assert len(ends) == jobs, f'{jobs - len(ends)} jobs never came to their end'
+        return {job_id for job_id, number in ends.items() if number > 1}
 
 
 def ask_sqlite(path: str, statement: str) -> List[Tuple[Any, ...]]:
@@ -25351,12 +25359,6 @@ def ask_sqlite(path: str, statement: str) -> List[Tuple[Any, ...]]:
         return connection.execute(statement).fetchall()
     finally:
         connection.close()
-
-
-def check_whole(path: str) -> None:
-    """The database is sound."""
-    assert ask_sqlite(path, 'PRAGMA integrity_check') == [('ok',)]
-    assert ask_sqlite(path, 'PRAGMA foreign_key_check') == []
 
 
 def resident_kb_of(pid: int) -> int:
@@ -25371,621 +25373,6 @@ def read_bytes(path: str) -> bytes:
             return file.read()
     except OSError:
         return b''
-
-
-def kill_servers(world: World, is_embedded: bool, count: int, kills: int, seed: int) -> str:
-    """A server is killed again and again at work: `serve`, which is started again, under two runners, or an embedded one."""
-    traces, chance, killed = Traces(world), random.Random(seed), set()  # type: Traces, random.Random, Set[int]
-    port = 0 if is_embedded else urllib.parse.urlsplit(world.serve()).port
-    database = world.path('torc_output', 'torc.db') if is_embedded else os.path.join(world.root, 'home', 'state', 'torc', 'torc.db')
-    gate = {'name': 'gate', 'command': 'touch there; until test -e go; do sleep 0.02; done'}
-    runners = [world.start('run', '-p', '0.5', traces.spec([gate] + [traces.job('sleep 0.01', depends_on=['gate'])] * count))]
-    world.wait(lambda: os.path.exists(world.path('there')), 20, 'the gate', runners)
-    if not is_embedded:
-        runners.append(world.start('run', '-p', '0.1', 1))
-        with contextlib.closing(world.connect()) as client:
-            world.wait(lambda: len(client.list_compute_nodes(workflow_id=1)['items']) == 2, 20, 'the second runner', runners)
-
-    def living() -> int:
-        """The embedded server that was not killed yet, if it is there."""
-        found = connection_of(database)
-        return found['pid'] if found and found['pid'] not in killed else 0
-    world.write('go', '')
-    for number in range(kills):
-        moment = int(count * (number + chance.uniform(0.3, 0.9)) / (kills + 1)) + 1
-        world.wait(lambda: traces.count('begin') >= moment, 120, f'{moment} jobs', runners)
-        if is_embedded:
-            pid = world.wait(living, 20, 'a new server', runners)
-            killed.add(pid)
-            os.kill(pid, signal.SIGKILL)
-        else:
-            world.server.kill()
-            world.serve('--port', port)
-    for runner in runners:
-        outcome = runner.finish(180)
-        assert outcome.code == 0, str(outcome)
-    said = traces.check({'completed': count + 1}, database=database if is_embedded else None)
-    assert traces.count('end') == count and not traces.ended_twice(), traces.ended_twice()
-    if not is_embedded:
-        with contextlib.closing(world.connect()) as client:
-            shares = collections.Counter(row['compute_node_id'] for row in client.pages('list_results', workflow_id=1))
-        assert len(shares) == 2 and min(shares.values()) >= count // 20, shares
-        world.server.send(signal.SIGTERM)
-        world.server.finish(20)
-    world.leave()
-    check_whole(database)
-    return said
-
-
-# -------- servers and runners that are away for longer than a lease --------
-#
-# The lease is shortened to two seconds. Every job leaves a file for each attempt that begins, named after job,
-# attempt and runner; AWAY says who is away, how, and whether the server can see that its runners live.
-
-HASTY = """
-torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S = 0.2, 0.8, 0.2
-torc.TICK_S, torc.ABSENCE_S = 0.1, 1.0
-"""
-REMOTE = 'torc.node_lives = lambda *runner: None\n'
-AWAY_S = 3.0
-AWAY = {    # what is away, and what its trial says of it
-    'a server that is stopped, which cannot see its runners': dict(is_remote=True, stops='server'),
-    'a standalone run that is stopped with its server': dict(is_embedded=True, stops='server runner'),
-    'a remote runner that sleeps while another works': dict(is_remote=True, stops='runner', has_second=True)}
-
-
-class AwayTrial:
-    """A workflow of long and short jobs and a runner or two, of which somebody is away for a while."""
-    LONG, SHORT = 8, 60
-
-    def __init__(self, world: World, seed: Any, stops: str, is_remote: bool = False, is_embedded: bool = False, has_second: bool = False) -> None:
-        self.world, self.chance = world, random.Random(seed)
-        self.stops, self.is_embedded, self.has_second = stops.split(), is_embedded, has_second
-        world.environment['TORC_TEST_SETUP'] = HASTY + REMOTE * is_remote
-        os.mkdir(world.path('ledger'))
-        lengths = [self.chance.uniform(0.5, 2 * AWAY_S) for _ in range(self.LONG)] + [0.01] * self.SHORT
-        trace = 'set -C; : > "ledger/${TORC_JOB_ID}_${TORC_ATTEMPT_ID}_$WHO"'
-        jobs = [{'name': f'job_{number}', 'command': f'{trace}; sleep {length:.2f}', 'priority': int(number < self.LONG)}
-                for number, length in enumerate(lengths)]
-        jobs.append({'name': 'last', 'command': trace, 'depends_on': [job['name'] for job in jobs]})
-        spec = world.write('away.json', json.dumps({'name': 'away', 'jobs': jobs}))
-        if not is_embedded:
-            world.serve()
-        self.runners = [self.start(spec, 'first')]
-        world.wait(lambda: len(self.begun()) >= self.LONG, 20, 'the long jobs', self.runners, self.begun)
-
-    def start(self, what: Any, who: str) -> Background:
-        """Start a runner."""
-        return self.world.start('run', '-p', '0.1', '--claim-backoff-max-secs', '0.2', '--num-cpus', self.LONG + 2, what, env={'WHO': who})
-
-    def begun(self) -> List[Tuple[int, int, str]]:
-        """(job, attempt, runner) of all attempts that have begun."""
-        names = (name.split('_') for name in os.listdir(self.world.path('ledger')))
-        return sorted((int(job_id), int(attempt_id), who) for job_id, attempt_id, who in names)
-
-    def stop(self) -> float:
-        """Stop processes for longer than any lease, and let them go on in any order; when that was."""
-        server = json.loads(self.world.read('torc_output/torc.db.connection'))['pid'] if self.is_embedded else self.world.server.pid
-        pids = [{'server': server, 'runner': self.runners[0].pid}[who] for who in self.stops]
-        pids += filter(None, map(runner_of, pids))      # below its keeper
-        if self.has_second:
-            self.runners.append(self.start(1, 'second'))
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        select.select([], [], [], AWAY_S)
-        woken_at = time.time()
-        for pid in self.chance.sample(pids, len(pids)):
-            os.kill(pid, signal.SIGCONT)
-            select.select([], [], [], self.chance.choice([0, 0.1, 0.3]))
-        if not self.is_embedded and 'server' in self.stops:
-            self.world.wait(lambda: 'this server was stopped, suspended or busy for ' in self.world.server.err, 20, 'its word', [self.world.server])
-        return woken_at
-
-    def carry_out(self) -> Dict[str, int]:
-        """Do it, wait for the end, and see what has become of all jobs."""
-        count = self.chance.randint(self.LONG, self.LONG + self.SHORT * 2 // 3)
-        self.world.wait(lambda: len(self.begun()) >= count, 20, f'{count} jobs', self.runners, self.begun)
-        woken_at = self.stop()
-        outcomes = [runner.finish(120) for runner in self.runners]
-        assert outcomes[0].code == 0, '\n'.join(map(str, outcomes))
-        with contextlib.closing(self.world.connect()) as client:
-            jobs = {job['id']: job for job in client.pages('list_jobs', workflow_id=1)}
-            results = [row for row in client.pages('list_results', workflow_id=1, all_runs=True) if row['status'] != 'canceled']
-            events = [event['data'].get('event_type') for event in client.pages('list_events', workflow_id=1)]
-        assert {job['status'] for job in jobs.values()} == {'completed'} and len(jobs) == self.LONG + self.SHORT + 1, (jobs, events)
-        ends = [(row['job_id'], row['attempt_id']) for row in results]
-        assert sorted(ends) == sorted((job_id, job['attempt_id']) for job_id, job in jobs.items()), ends
-        assert {row['return_code'] for row in results} == {0}, results
-        begun = self.begun()
-        again = [row for row in begun if row[:2] not in ends]
-        assert len(begun) == len(ends) + len(again), (begun, ends)
-        late = [row for row in again if os.stat(self.world.path('ledger', '%d_%d_%s' % row)).st_mtime > woken_at]
-        # One may be under way already, between its look at the lease and the system call that starts it.
-        assert len(late) <= 1, f'begun in vain after {woken_at}: {late}'
-        assert self.has_second or not again and 'job_failed' not in events, (again, events)
-        return collections.Counter({'jobs': len(jobs), 'attempts in vain': len(again), 'of them begun after the sleep': len(late)})
-
-
-def be_away(world: World, title: str, times: int, seed: int) -> str:
-    """So many trials, each in a world of its own."""
-    sums = collections.Counter()    # type: collections.Counter
-    for trial in range(1, times + 1):
-        with contextlib.closing(World()) as inner:
-            sums.update(AwayTrial(inner, f'{seed} {title} {trial}', **AWAY[title]).carry_out())
-    return f'{times} trials, ' + ', '.join(f'{count} {what}' for what, count in sums.items())
-
-
-# -------- a server that is killed again and again, under clients that retry --------
-
-
-class Nursery:
-    """A process that has loaded torc.py and forks servers from itself, so that a killed one is back within milliseconds."""
-
-    CODE = ('import os, sys; sys.path.insert(0, sys.argv[1]); import torc\n'
-            'for line in iter(sys.stdin.readline, ""):\n'
-            '    pid = os.fork()\n'
-            '    if pid == 0:\n'
-            '        os._exit(torc.main(line.split()))\n'
-            '    os.write(1, b"child %d\\n" % pid)\n'      # one write each: the server writes there, too
-            '    os.write(1, b"over %d\\n" % os.waitpid(pid, 0)[1])\n')
-
-    def __init__(self, world: World) -> None:
-        self.pid, self.log = 0, open(os.path.join(world.root, 'logs', 'nursery'), 'wb')
-        self.process = subprocess.Popen([sys.executable, '-B', '-c', self.CODE, os.path.dirname(stub_path())], cwd=world.directory,
-                                        env=world.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log)
-
-    def start(self, port: int = 0) -> None:
-        """Fork a server; wait_for('TORC_SERVER_PORT=') tells when it answers."""
-        self.process.stdin.write(f'serve --db torc.db --port {port}\n'.encode())
-        self.process.stdin.flush()
-        self.pid = int(self.wait_for('child '))
-
-    def wait_for(self, word: str) -> str:
-        """The rest of the next line that begins with a word."""
-        for line in iter(self.process.stdout.readline, b''):
-            if line.startswith(word.encode()):
-                return line[len(word):].decode().strip()
-        raise AssertionError(f'the nursery has ended:\n{read_text(self.log.name)}')
-
-    def end(self, number: int) -> None:
-        """End the server by a signal."""
-        os.kill(self.pid, number)
-        self.wait_for('over ')
-
-    def close(self) -> None:
-        """End all of it."""
-        self.process.stdin.close()
-        self.process.wait(20)
-        self.process.stdout.close()
-        self.log.close()
-
-
-class Book:
-    """What the clients of a killed server were told, and what they said: the oracle. Shared by threads."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.claimed = {}       # type: Dict[int, str]  # job id -> who was told that it is his
-        self.said = {}          # type: Dict[Tuple[int, int], int]  # (job id, attempt) -> return code of the completion that was sent
-        self.told = {}          # type: Dict[Tuple[int, int], int]  # ... and acknowledged
-        self.names = set()      # type: Set[str]  # of jobs whose completion was sent
-        self.retries = 0
-        self.wrong = []         # type: List[str]
-
-    def claim(self, who: str, jobs: Iterable[Dict[str, Any]]) -> None:
-        """These jobs were given to a client."""
-        with self.lock:
-            for job in jobs:
-                if job['id'] in self.claimed:
-                    self.wrong.append(f'job {job["id"]} was given to {self.claimed[job["id"]]} and to {who}')
-                first = job['name'].replace('second', 'first')
-                if first != job['name'] and first not in self.names:
-                    self.wrong.append(f'{job["name"]} was given to {who} before {first} had ended')
-                self.claimed[job['id']] = who
-
-    def say(self, job: Dict[str, Any], return_code: int) -> None:
-        """A completion is about to be sent."""
-        with self.lock:
-            self.said[job['id'], job['attempt_id']] = return_code
-            self.names.add(job['name'])
-
-    def tell(self, jobs: Iterable[Dict[str, Any]]) -> None:
-        """They were acknowledged."""
-        with self.lock:
-            self.told.update(((job['id'], job['attempt_id']), self.said[job['id'], job['attempt_id']]) for job in jobs)
-
-    def check(self, client: Any, workflow_id: int) -> str:
-        """Compare what the clients know with what the server has."""
-        assert not self.wrong, self.wrong[:10]
-        results = collections.Counter((row['job_id'], row['attempt_id'], row['return_code'])
-                                      for row in client.pages('list_results', workflow_id=workflow_id, all_runs=True))
-        lost = [key + (code,) for key, code in self.told.items() if results[key + (code,)] != 1]
-        assert not lost, f'lost or doubled: {lost[:10]}'
-        assert len({key[:2] for key in results}) == sum(results.values()), 'an attempt has two ends'
-        invented = [key for key in results if self.said.get(key[:2]) != key[2]]
-        assert not invented, f'nobody has said: {invented[:10]}'
-        codes = {key[0]: key[2] for key in results}
-        for job in client.pages('list_jobs', workflow_id=workflow_id):
-            wanted = {None: ('ready', 'blocked', 'pending', 'running', 'canceled'), 0: ('completed',)}.get(codes.get(job['id']), ('failed',))
-            assert job['status'] in wanted, (job, codes.get(job['id']))
-        return f'{len(self.told):,} completions acknowledged, {len(results):,} stored, {len(self.claimed):,} claims, {self.retries:,} retries'
-
-
-class Clerk(threading.Thread):
-    """A client that claims, starts and completes jobs without running them, by one of three ways, and retries as real ones do."""
-
-    def __init__(self, client: Any, workflow_id: int, way: str, number: int, book: Book, seed: int) -> None:
-        super().__init__(name=f'{way} {number}', daemon=True)
-        self.client, self.workflow_id, self.book = client, workflow_id, book
-        self.work, self.chance = getattr(self, f'work_by_{way}'), random.Random(f'{seed} {way} {number}')
-        self.is_leaving, self.failure = threading.Event(), ''
-
-    def run(self) -> None:
-        try:
-            self.node_id = self.register()
-            while not self.is_leaving.is_set():
-                self.work()
-        except Exception:   # whatever it is, the main thread must hear of it
-            self.failure = f'{self.name}: {traceback.format_exc()}'
-        finally:
-            self.client.close()
-
-    def insist(self, op: str, body: Any = None, **params: Any) -> Any:
-        """An operation, until it is answered."""
-        while True:
-            try:
-                return self.client.call(op, body, 20, **params)
-            except torc.Unreachable:
-                with self.book.lock:
-                    self.book.retries += 1
-
-    def register(self) -> int:
-        """Become a compute node."""
-        return self.insist('create_compute_node', {
-            'workflow_id': self.workflow_id, 'hostname': 'clerk', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z', 'num_cpus': 64,
-            'memory_gb': 64.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True})['id']
-
-    def claim(self) -> List[Dict[str, Any]]:
-        """Some jobs. When none is left, those that an unheard answer gave us come back by giving the node up."""
-        body = {'id': self.node_id, 'num_cpus': 64, 'memory_gb': 64.0, 'num_gpus': 0, 'num_nodes': 1}
-        jobs = self.insist('claim_jobs_based_on_resources', body, workflow_id=self.workflow_id, limit=self.chance.randint(1, 6))['jobs']
-        self.book.claim(self.name, jobs)
-        if not jobs:
-            self.insist('update_compute_node', dict(body, is_active=False, workflow_id=self.workflow_id), id=self.node_id)
-            self.node_id = self.register()
-            self.is_leaving.wait(0.02)
-        return [dict(job, attempt_id=job.get('attempt_id', 1)) for job in jobs]
-
-    def end_of(self, job: Dict[str, Any]) -> Dict[str, Any]:
-        """A result, by its job; the return code is chance's."""
-        return_code = self.chance.choice([0, 0, self.chance.randint(1, 255)])
-        self.book.say(job, return_code)
-        return dict(completion_of(job['id'], self.workflow_id, self.node_id), attempt_id=job['attempt_id'], return_code=return_code,
-                    status='failed' if return_code else 'completed')
-
-    def work_by_ones(self) -> None:
-        """Each job by itself."""
-        for job in self.claim():
-            self.insist('start_job', job_id=job['id'], run_id=1, compute_node_id=self.node_id)
-            end = self.end_of(job)
-            try:
-                self.insist('complete_job', end, job_id=job['id'], status=end['status'], run_id=1)
-            except torc.Refused as error:   # an answer may have been lost on its way
-                assert 'is already complete' in error.message, error
-            self.book.tell([job])
-
-    def work_by_batches(self) -> None:
-        """All at once."""
-        jobs = self.claim()
-        entries = [{'job_id': end['job_id'], 'status': end['status'], 'run_id': 1, 'result': end} for end in map(self.end_of, jobs)]
-        answer = self.insist('batch_complete_jobs', {'completions': entries}, workflow_id=self.workflow_id)
-        known = [row['job_id'] for row in answer['errors'] if 'is already complete' in row['message']]
-        assert sorted(answer['completed'] + known) == sorted(job['id'] for job in jobs), answer
-        self.book.tell(jobs)
-
-    def work_by_turns(self) -> None:
-        """As torc.py's own runner: all in one request, the ends of the last jobs with the claim of the next."""
-        held = []   # type: List[Dict[str, Any]]
-        while held or not self.is_leaving.is_set():
-            keys = ('job_id', 'attempt_id', 'return_code', 'status', 'exec_time_minutes', 'completion_time')
-            ends = [{key: value for key, value in self.end_of(job).items() if key in keys} for job in held]
-            body = {'compute_node_id': self.node_id, 'run_id': 1, 'completions': ends, 'held': [],
-                    'started': [[job['id'], job['attempt_id'], '2026-11-21T12:00:00.000Z'] for job in held]}
-            if not self.is_leaving.is_set():
-                body['want'] = {'strategy': 'resources', 'limit': self.chance.randint(1, 6), 'nodes': [[64, 1 << 36, 0]]}
-            answer = self.insist('runner_sync', body, workflow_id=self.workflow_id)
-            assert not answer['errors'] and len(answer['accepted']) == len(held), answer
-            self.book.tell(held)
-            held = answer['jobs']
-            self.book.claim(self.name, held)
-            self.is_leaving.wait(0 if held else 0.02)
-
-
-PAIRS_SPEC = """
-name: pairs
-jobs:
-  - {{name: "first_{{i}}", command: "true", parameters: {{i: "1:{count}"}}}}
-  - {{name: "second_{{i}}", command: "true", depends_on: ["first_{{i}}"], cancel_on_blocking_job_failure: false, parameters: {{i: "1:{count}"}}}}
-"""
-
-
-def kill_under_clerks(world: World, kills: int, seed: int) -> str:
-    """kill -9 of the server at random moments, in its start too, while six clients claim, start and complete. What was seen."""
-    nursery, chance, book = Nursery(world), random.Random(seed), Book()
-    nursery.start()
-    port = int(nursery.wait_for('TORC_SERVER_PORT='))
-    how = {'url': f'http://127.0.0.1:{port}/torc-service/v1', 'token_file': world.path('torc.db.token')}
-    client = torc.Client(**how)
-    plan = torc.read_plan(torc.read_document(PAIRS_SPEC.format(count=1000 + 60 * kills).encode(), 'pairs.yaml'), '.').body
-    workflow_id = client.create_workflow_from_spec(plan)['workflow_id']
-    client.initialize_jobs(id=workflow_id)
-    client.close()
-    clerks = [Clerk(torc.Client(**how), workflow_id, way, number, book, seed) for way in ('ones', 'batches', 'turns') for number in range(2)]
-    for clerk in clerks:
-        clerk.start()
-    for _ in range(kills):
-        is_up = chance.random() < 0.8
-        if not is_up:
-            nursery.end(signal.SIGKILL)
-            nursery.start(port)
-        select.select([], [], [], chance.uniform(0, 0.12 if is_up else 0.04))
-        nursery.end(signal.SIGKILL)
-        nursery.start(port)
-        if chance.random() < 0.9:
-            nursery.wait_for('TORC_SERVER_PORT=')
-    # where the machine has other work, they may have done little so far
-    world.wait(lambda: len(book.told) >= 100, 60, '100 completions', state=lambda: len(book.told))
-    for clerk in clerks:
-        clerk.is_leaving.set()
-    for clerk in clerks:
-        clerk.join(60)
-        assert not clerk.is_alive() and not clerk.failure, clerk.failure or f'{clerk.name} hangs'
-    said = book.check(client, workflow_id)
-    client.close()
-    nursery.end(signal.SIGTERM)
-    nursery.close()
-    check_whole(world.path('torc.db'))
-    return said
-
-
-# -------- a server that is sent rubbish --------
-
-EVIL_VALUES = (
-    None, True, False, 0, -1, 1, 3, 2 ** 31, 2 ** 63 - 1, 2 ** 63, -2 ** 63 - 1, 10 ** 40, 1.5, -0.5, 1e308,
-    float('nan'), float('inf'), '', ' ', 'x', '\0', '\ud800', '\x1b[2J',
-    'A' * 3000, '\u0663', '-1', '1e3', 'true', 'null', '2026-11-21T12:00:00Z', '0000-00-00T99:99:99Z', 'P1Y',
-    'PT99999999999H', '1k', '-5g', '../../etc/passwd',
-    "'; DROP TABLE job; --", '%s%n{0}', [], [[]], [None], [1, 'a'], ['x'] * 500, {}, {'': None}, {'id': 1},
-    {'a': {'b': [{}]}}, 'ready', 'completed', '*', '(' * 50)
-EVIL_TEXTS = ('', '0', '-1', '1', '+1', '1.0', '9223372036854775807', '9223372036854775808', '%00', '%zz',
-              '%ff%fe', '%ED%A0%80', '..', '%2e%2e%2f', '%2F', 'A' * 1000, 'ab' * 6000, 'true', 'yes', 'null',
-              '%D9%A3', "'%22%3B--", 'ready', 'name', 'id', 'a=b=c', '[]', '%5B1%5D', '1,2', '1%0d%0aX:y')
-EVIL_BODIES = (
-    b'{', b'[', b'nul', b'{"a":1,"a":2}', b'NaN', b'[1e999]', b'-Infinity', b'\xff\xfe{}', b'\xef\xbb\xbf{}',
-    '{"name":"x"}'.encode('utf-16'), b'"\\ud800"', b'{"\\u0000":1}', b'\0', b'[' * 100000,
-    b'{"a":' * 5000, b'1' * 5000, b'"' + b'x' * 100000 + b'"', b'{"name":"\xff"}', b'0x1', b"{'a':1}",
-    b'{} {}', b'// {}', b'[]', b'""', b'0', b'true', b'null', b' ', b'{}')
-EVIL_FIELDS = ('Transfer-Encoding: chunked', 'Content-Length: -1', 'Content-Length: 99999999999',
-               'Content-Length: 5\r\nContent-Length: 6', 'Content-Length: 0x10', 'Expect: wonders',
-               'Host: evil.example', 'Connection: close', 'Connection: upgrade\r\nUpgrade: websocket',
-               'no colon', ' folded: 1', 'X: ' + 'y' * 70000, 'Origin: http://evil.example',
-               'Authorization: Basic ???', 'Authorization: Bearer wrong', 'Last-Event-ID: x',
-               'Range: bytes=0-1', 'Content-Type: text/plain', 'Accept: text/event-stream',
-               '\r\n'.join(f'x{number}: 1' for number in range(120)), 'X-Span-Id: \x01', 'Content-Encoding: gzip')
-FAIR_VALUES = {     # of the types of MODELS
-    'int': 1, 'float': 1.0, 'bool': True, 'str': 'text', 'any': {'a': 1}, 'object': {'a': 1}, 'name': 'name',
-    'time': '2026-11-21T12:00:00.000Z', 'minutes': 1.0, 'gigabytes': 4.0, 'nodes': 1,
-    'rules': [{'exit_codes': [9]}], '(int,int)': [1, 1], '(int,int,time)': [1, 1, '2026-11-21T12:00:00.000Z']}
-FUZZ_SPEC = """
-name: fuzz
-files: [{name: data, path: data.csv}, {name: made, path: made.csv}]
-user_data: [{name: limits, data: {low: 1}}, {name: empty}]
-resource_requirements: [{name: big, num_cpus: 1, memory: 1m}]
-failure_handlers: [{name: again, rules: [{exit_codes: [9]}]}]
-actions: [{trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo]}]
-jobs:
-  - {name: greet, command: echo, resource_requirements: big, failure_handler: again, input_files: [data], output_files: [made], input_user_data: [limits]}
-  - {name: bad, command: exit 1, depends_on: [greet]}
-  - {name: "many_{i}", command: "true", parameters: {i: "1:5"}}
-"""
-
-
-class Fuzzer:
-    """Makes malformed requests from the tables of torc.py, and sends them to a server."""
-
-    def __init__(self, port: int, token: str, seed: int) -> None:
-        self.port, self.token, self.chance = port, token, random.Random(seed)
-        self.socket = None          # type: Optional[socket.socket]  # kept alive, while the server keeps it
-        self.ids = {}               # type: Dict[str, List[int]]  # of what is there, by resource
-        self.statuses = collections.Counter()   # type: Dict[str, int]
-        self.wrong = []             # type: List[str]
-
-    # -------- making --------
-
-    def chosen(self, *weighted: Tuple[float, Any]) -> Any:
-        """One of several, by weight."""
-        return self.chance.choices([value for _, value in weighted], [weight for weight, _ in weighted])[0]
-
-    def fair(self, kind: str, name: str = '', depth: int = 0) -> Any:
-        """A value that a type of MODELS allows, more or less."""
-        if name.rstrip('s').endswith('_id') and kind == 'int':
-            return self.some_id(name)
-        if kind in FAIR_VALUES:
-            return copy.deepcopy(FAIR_VALUES[kind])
-        if kind[0] == '[':
-            return [self.fair(kind[1:-1], name, depth + 1) for _ in range(self.chance.randint(0, 2))]
-        if kind[0] == '{':
-            return {'key': self.fair(kind[1:-1].rstrip('?'), name, depth + 1)}
-        if kind[1:] in torc.ENUMS:
-            return self.chance.choice(torc.ENUMS[kind[1:]])
-        if kind[1:] not in torc.MODELS or depth > 4:
-            return copy.deepcopy(self.chance.choice(EVIL_VALUES))
-        return {field: self.fair(wanted.type, field, depth + 1) for field, wanted in torc.model_fields(kind[1:]).items()
-                if wanted.is_required or self.chance.random() < 0.4}
-
-    def some_id(self, name: str) -> int:
-        """An id for a parameter or field, mostly of something that is there."""
-        found = [ids for resource, ids in self.ids.items() if name.rstrip('s').endswith(f'{resource}_id')] or list(self.ids.values())
-        return self.chance.choice(self.chance.choice(found) or [1]) if self.chance.random() < 0.95 else self.chance.randint(1, 9)
-
-    def spoil(self, value: Any) -> Any:
-        """The value, with one thing in it replaced, left out or added."""
-        if not isinstance(value, (dict, list)) or not value or self.chance.random() < 0.1:
-            return copy.deepcopy(self.chance.choice(EVIL_VALUES))
-        key = self.chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        if self.chance.random() < 0.15:
-            del value[key]
-        elif isinstance(value[key], (dict, list)) and self.chance.random() < 0.7:
-            value[key] = self.spoil(value[key])
-        else:
-            value[key] = copy.deepcopy(self.chance.choice(EVIL_VALUES))
-        return value
-
-    def path_of(self, route: Any, is_spoilt: bool) -> str:
-        """Path of a route with parameters."""
-        def fill(match: Any) -> str:
-            name = match.group(1)
-            if is_spoilt and self.chance.random() < 0.7:
-                return self.chance.choice(EVIL_TEXTS)
-            fixed = {'run_id': 1, 'limit': 1, 'status': 'completed'}
-            return str(fixed.get(name) or self.some_id(f'{route.resource}_id' if name == 'row_id' else name))
-        return torc.API_PREFIX + re.sub(r'\{(\w+)\}', fill, route.path)
-
-    def query_of(self, route: Any, is_spoilt: bool) -> str:
-        """Query of a route."""
-        pairs = []
-        for name, field in torc.parse_model(route.query).items():
-            if name == 'workflow_id' and (not is_spoilt or self.chance.random() < 0.5):
-                pairs.append(f"workflow_id={self.some_id('workflow_id')}")
-            elif is_spoilt and self.chance.random() < 0.4 or field.is_required:
-                pairs.append(f'{name}={self.chance.choice(EVIL_TEXTS)}')
-        return '?' + '&'.join(pairs) if pairs else ''
-
-    def body_of(self, route: Any, what: str) -> bytes:
-        """Body for a route."""
-        if what == 'text':
-            return self.chance.choice(EVIL_BODIES)
-        if not route.body:
-            return b'' if self.chance.random() < 0.8 else self.chance.choice(EVIL_BODIES)
-        model = route.body.lstrip('?-')
-        body = self.fair('@' + model) if model else copy.deepcopy(self.chance.choice(EVIL_VALUES))
-        for _ in range({'fair': 0, 'body': self.chance.randint(1, 2)}.get(what, 0)):
-            body = self.spoil(body)
-        return json.dumps(body).encode()
-
-    def request(self, route: Any) -> Tuple[bytes, bool]:
-        """Bytes of a request to a route, and whether its framing is right."""
-        what = self.chosen((40, 'body'), (12, 'path'), (14, 'query'), (10, 'text'), (4, 'method'), (10, 'frame'), (10, 'fair'))
-        verbs = ['GET', 'POST', 'PUT', 'DELETE', 'PATCH', 'OPTIONS', 'HEAD', 'TRACE', 'BREW'] if what == 'method' else [route.method]
-        method = self.chance.choice(verbs)
-        target = self.path_of(route, what == 'path') + self.query_of(route, what == 'query')
-        body = self.body_of(route, what)
-        fields = [f'Host: 127.0.0.1:{self.port}', f'Authorization: Bearer {self.token}', f'Content-Length: {len(body)}']
-        if what == 'frame':
-            return self.broken(f'{method} {target} HTTP/1.1', fields, body), False
-        return f'{method} {target} HTTP/1.1\r\n'.encode('latin-1') + '\r\n'.join(fields + ['', '']).encode() + body, method != 'HEAD'
-
-    def broken(self, line: str, fields: List[str], body: bytes) -> bytes:
-        """A request whose bytes are wrong."""
-        if self.chance.random() < 0.5:
-            fields.insert(self.chance.randint(0, len(fields)), self.chance.choice(EVIL_FIELDS))
-        data = bytearray('\r\n'.join([line, *fields, '', '']).encode('latin-1') + body)
-        for _ in range(self.chance.choice([0, 1, 3])):
-            place = self.chance.randrange(len(data))
-            data[place:place + self.chance.choice([0, 1, 1, 20])] = bytes(self.chance.randrange(256) for _ in range(self.chance.choice([0, 1, 2])))
-        return bytes(data[:self.chance.choice([len(data), self.chance.randint(1, len(data))])])
-
-    # -------- sending --------
-
-    def send(self, data: bytes, is_framed: bool) -> None:
-        """Send a request and judge the answer: none at all is right only for what is no whole request."""
-        client = self.socket if is_framed and self.socket else socket.create_connection(('127.0.0.1', self.port), 10)
-        try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                client.sendall(data)
-                if not is_framed:
-                    client.shutdown(socket.SHUT_WR)
-            answer, stays = self.read(client) if is_framed else (read_all(client), False)
-        except socket.timeout:
-            answer, stays = b'', False
-            self.wrong.append(f'no answer within 10 s: {data[:300]!r}')
-        if is_framed:
-            self.socket = client if stays else None
-        if not stays:
-            client.close()
-        for status in statuses(answer) or [0]:
-            self.statuses[str(status or 'closed')] += 1
-            if status >= 500 and not (status == 501 and b'transfer-encoding' in data.lower()) or not status and is_framed:
-                self.wrong.append(f'{status}: {data[:2000]!r} -> {answer[:500]!r}')
-
-    @staticmethod
-    def read(client: socket.socket) -> Tuple[bytes, bool]:
-        """One answer, and whether the connection goes on. An answer that never ends is left."""
-        found = b''
-        while b'\r\n\r\n' not in found or not is_whole(found):
-            data = client.recv(65536)
-            found += data
-            if not data or b'text/event-stream' in found.partition(b'\r\n\r\n')[0]:
-                return found, False
-        return found, b'\r\nconnection: close' not in found.partition(b'\r\n\r\n')[0].lower()
-
-
-def fuzz(world: World, count: int, seed: int) -> str:
-    """Send so many malformed requests, spread over all routes. What was seen."""
-    url, token_file = world.serve('--db', 'fuzz.db'), world.path('fuzz.db.token')
-    client, fuzzer, routes = torc.Client(url=url, token_file=token_file), Fuzzer(urllib.parse.urlsplit(url).port, torc.read_token(token_file), seed), list(torc.ROUTES)
-    plan, pid = torc.read_plan(torc.read_document(FUZZ_SPEC.encode(), 'fuzz.yaml'), '.').body, world.server.pid
-    seen, resident_kb = collections.Counter(), 0    # type: collections.Counter, int
-    for number in range(count):
-        if number % 60 == 0:
-            renew_prey(client, plan, fuzzer)
-        if number == count // 5:
-            resident_kb = resident_kb_of(pid)
-        if number % len(routes) == 0:
-            fuzzer.chance.shuffle(routes)
-        route = routes[number % len(routes)]
-        seen[f'{route.method} {route.path}'] += 1
-        fuzzer.send(*fuzzer.request(route))
-        assert len(fuzzer.wrong) < 10, '\n'.join(fuzzer.wrong)
-    grown_kb = resident_kb_of(pid) - resident_kb
-    client.close()
-    if fuzzer.socket:
-        fuzzer.socket.close()
-    assert not fuzzer.wrong, '\n'.join(fuzzer.wrong)
-    assert 'Traceback' not in world.server.err and 'bug' not in world.server.err, world.server.err[-3000:]
-    assert min(seen.values()) >= count // len(routes) and len(seen) == len({(route.method, route.path) for route in routes})
-    assert grown_kb < 32 * 1024, f'the server has grown by {grown_kb} kB'
-    world.wait(lambda: len(os.listdir(f'/proc/{pid}/task')) < 10 and len(os.listdir(f'/proc/{pid}/fd')) < 20, 20, 'the end of all connections')
-    world.server.send(signal.SIGTERM)
-    assert world.server.finish(20).code == 0
-    check_whole(world.path('fuzz.db'))
-    told = ', '.join(f'{status}: {times:,}' for status, times in sorted(fuzzer.statuses.items()))
-    return f'{count:,} requests over {len(seen)} routes; answers {told}; memory {resident_kb // 1024} MB, then {grown_kb / 1024:+.1f} MB'
-
-
-def renew_prey(client: Any, plan: Any, fuzzer: Fuzzer) -> None:
-    """A workflow at work, for the next requests to spoil; what earlier ones have made is deleted."""
-    for workflow in list(client.pages('list_workflows')):
-        with contextlib.suppress(torc.NotFound):
-            client.delete_workflow(id=workflow['id'])
-    workflow_id = client.create_workflow_from_spec(plan)['workflow_id']
-    client.initialize_jobs(id=workflow_id)
-    node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-11-21T12:00:00.000Z',
-            'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}
-    node_id = client.create_compute_node(dict(node, compute_node_type='local', is_active=True))['id']
-    first, second, *_ = (job['id'] for job in client.claim_next_jobs(id=workflow_id, limit=3)['jobs'])
-    client.start_job(job_id=second, run_id=1, compute_node_id=node_id)
-    client.complete_job(completion_of(first, workflow_id, node_id), job_id=first, status='completed', run_id=1)
-    fuzzer.ids = {'workflow': [workflow_id], 'compute_node': [node_id]}
-    for route in torc.ROUTES:
-        if route.name.startswith('create_') and route.body in torc.MODELS and 'workflow_id' in torc.model_fields(route.body):
-            with contextlib.suppress(torc.TorcError):
-                client.call(route.name, fuzzer.fair('@' + route.body))
-    for route in torc.ROUTES:
-        if route.name.startswith('list_') and route.resource and 'workflow_id' in torc.parse_model(route.query) and 'workflow_id' not in route.path:
-            fuzzer.ids[route.resource] = [item['id'] for item in client.call(route.name, workflow_id=workflow_id)['items'] if 'id' in item]
-
-# -------- a server whose disk fails --------
 
 
 class Scribe:
@@ -26033,428 +25420,15 @@ def small_disk(path: str, size: str) -> Iterator[None]:
         subprocess.check_call(['umount', '--lazy', path])
 
 
-def fill_disk(world: World, times: int, seed: int) -> str:
-    """The disk of a server and its log gets full, and empty again, again and again. What was seen."""
-    chance, told, refused = random.Random(seed), 0, 0
-    for number in range(times):
-        place = world.path(f'small {number}')
-        with small_disk(place, '6m'):
-            flags = ('--db', place + '/torc.db', '--log-dir', place)
-            scribe = Scribe(world.serve(*flags), place + '/torc.db.token')
-            ballast = open(place + '/ballast', 'wb')
-            for _ in range(4):
-                with contextlib.suppress(OSError):
-                    free = os.statvfs(place)
-                    grown = free.f_bavail * free.f_frsize - chance.randrange(200000)
-                    os.posix_fallocate(ballast.fileno(), 0, ballast.seek(0, 2) + max(1, grown))
-                said = scribe.said
-                while scribe.said < said + 200 and scribe.said - said < len(scribe.told) + 30:
-                    refused += not scribe.write(chance.choice([100, 5000, 100000]), 20)
-                if chance.random() < 0.3:
-                    ballast.truncate(0)
-                    world.server.kill()
-                    scribe.move(world.serve(*flags))
-                ballast.truncate(0)
-                for _ in range(10):
-                    assert scribe.write(), 'there is room again, and it does not go on'
-            ballast.close()
-            assert not scribe.missing(), scribe.missing()
-            told += len(scribe.told)
-            scribe.client.close()
-            world.server.send(signal.SIGTERM)
-            outcome = world.server.finish(20)
-            assert outcome.code == 0 and len(outcome.err) < 5000, str(outcome)
-            assert 'Traceback' not in outcome.err, str(outcome)
-            check_whole(place + '/torc.db')
-    return f'{told:,} acknowledged, {refused:,} refused'
-
-
-# -------- whose an output directory is, and who may write to it --------
-
-
-@slow
-class OutputOwnerTest(WorldTest):
-    """An output directory belongs to one database."""
-    SPEC = 'name: {0}\njobs: [{{name: greet, command: "echo from {0}"}}]\n'
-
-    def setUp(self) -> None:
-        super().setUp()
-        for name in 'ab':
-            self.world.write(f'{name}.yaml', self.SPEC.format(name))
-
-    def test_a_directory_is_that_of_one_database_until_it_is_deleted(self) -> None:
-        database, here = self.world.path('torc_output', 'torc.db'), self.world.path('b.db')
-        self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        self.assertExit(0, self.world.cli('--db', 'b.db', 'create', 'b.yaml'))
-        for words in (('run', 'b.yaml'), ('run', 1), ('exec', '-c', 'echo from b'), ('logs', 1, 'greet'), ('results', 'list', 1, '--include-logs')):
-            outcome = self.assertExit(4, self.world.cli('--db', 'b.db', *words),
-                                      f'belongs to another database, {database}; this one is {here}: give another directory with -o DIR')
-            self.assertEqual((False, ''), ('Created' in outcome.err, outcome.out))
-        self.assertExit(0, self.world.cli('--db', 'b.db', 'run', 1, '-o', 'of_b'))
-        self.assertEqual(['from b\n', 'from a\n'], [self.assertExit(0, self.world.cli(*words)).out for words in (
-            ('--db', 'b.db', 'logs', 1, 'greet', '-o', 'of_b'), ('logs', 1, 'greet'))])
-        self.world.wait(lambda: not connection_of(database) and not os.path.exists(database + '-wal'), 10, 'the server to leave')
-        os.unlink(database)
-        told = [self.assertExit(0, self.world.cli('run', 'b.yaml')).err for _ in range(2)]
-        said = f'belonged to the database {database}, which no longer exists; it now belongs to {database}\n'
-        self.assertEqual([1, 0], [text.count(said) for text in told])
-        self.assertEqual('from b\n', self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o'))
-
-    def database(self, name: str, **more: Any) -> Dict[str, Any]:
-        """A database as its server describes it."""
-        return dict({'id': name, 'path': self.world.write(name, ''), 'host': socket.gethostname()}, **more)
-
-    def take(self, database: Dict[str, Any], name: str = 'out') -> Optional[str]:
-        """Take a directory; None if it is refused."""
-        os.makedirs(self.world.path(name), exist_ok=True)
-        try:
-            return torc.take_output_dir(self.world.path(name), database)
-        except torc.Refused:
-            return None
-
-    def test_whether_the_database_of_a_directory_is_another_one_and_still_exists(self) -> None:
-        ours, gone, away = self.database('ours.db'), self.world.path('gone.db'), self.world.path('unmounted', 'x.db')
-        inside = self.world.path('out5', 'torc.db')
-        for number, (theirs, expected) in enumerate((
-                (self.database('theirs.db'), None),
-                (dict(ours, id='x', path=gone), gone),
-                (dict(ours, id='x', path=away), None),
-                (dict(ours, id='x'), ours['path']),         # ours has taken its place
-                (dict(ours, path=gone), ''),                # ours was moved
-                (dict(ours, id='x', path=inside), inside))):
-            with self.subTest(number):
-                self.assertEqual('', self.take(theirs, f'out{number}'))
-                self.assertEqual(expected, self.take(ours, f'out{number}'))
-                self.assertEqual(None if expected is None else '', self.take(ours, f'out{number}'))
-        self.assertEqual('', self.take(self.database('out6/torc.db'), 'out6'))      # ... and is moved with it
-        os.rename(self.world.path('out6'), self.world.path('kept'))
-        self.assertEqual([None, {'id': 'out6/torc.db', 'path': 'torc.db'}], [self.take(ours, 'kept'), torc.read_output_record(self.world.path('kept'))])
-
-    def test_a_record_is_read_by_whoever_may_read_the_directory_and_a_damaged_one_names_the_cure(self) -> None:
-        self.take(self.database('a.db'))
-        self.assertEqual(0o644, stat.S_IMODE(os.stat(self.world.path('out', '.torc_database')).st_mode))
-        for text in ('', '{', '[]', '{"id": 1}'):
-            self.world.write('out/.torc_database', text)
-            self.assertRaisesRegex(torc.Denied, 'remove it, or give another directory with -o DIR',
-                                   torc.read_output_record, self.world.path('out'))
-
-
-@slow
-class OutputSafetyTest(FlowTest):
-    """An output directory in which others could replace files is refused, and what lies there is not trusted."""
-
-    SPEC = 'name: w\njobs: [{name: a, command: echo mine}]\n'
-
-    def run_in(self, path: str, code: int = 0, *texts: str) -> Outcome:
-        """`run` into a directory; refused ones create nothing."""
-        spec = self.world.write('w.yaml', self.SPEC)
-        outcome = self.assertExit(code, self.world.cli('--db', 'a.db', 'run', '-o', path, spec, timeout=20), *texts)
-        if code:
-            self.assertNotIn('Created', outcome.err)
-        return outcome
-
-    def test_who_may_write_to_an_output_directory(self):
-        rows = rows_of('''
-            owner  mode  refused
-            1000   2770  -
-            1000   2777  yes
-            1000   1777  -
-            0      2775  -
-            1001   1777  -
-            1001   777   yes
-            ''')
-        for row in rows:
-            found = types.SimpleNamespace(st_uid=int(row['owner']), st_mode=0o40000 | int(row['mode'], 8))
-            with self.subTest(row), unittest.mock.patch('os.geteuid', lambda: 1000), unittest.mock.patch('os.stat', lambda _: found):
-                try:
-                    danger = torc.refuse_public_directory('/some where', '-o DIR') or ''
-                except torc.Denied as error:
-                    danger = error.message
-                self.assertEqual(bool(row['refused']), 'all users may write to /some where, and could replace ' in danger)
-                self.assertEqual(bool(danger) and row['owner'] == '1000', "`chmod o-w '/some where'`, or " in danger)
-                self.assertEqual(bool(danger), 'give another directory with -o DIR' in danger)
-
-    def test_a_directory_to_which_all_may_write_is_refused_with_the_cure_but_where_a_file_system_keeps_no_modes(self):
-        out = self.world.path('out')
-        os.mkdir(out)
-        for path, is_top in ((out, True), (out + '/job_stdio', False)):
-            os.makedirs(path, exist_ok=True)
-            os.chmod(path, 0o777)
-            cure = f'`chmod o-w {shlex.quote(path)}`, or give another directory with -o DIR'
-            self.run_in('out', 4, f'all users may write to {path}', cure)
-            self.assertEqual([] if is_top else ['job_stdio'], os.listdir(out))
-            with unittest.mock.patch('torc.keeps_modes', lambda _: False):
-                torc.refuse_public_directory(path, '-o DIR')
-            self.assertTrue(torc.keeps_modes(path))
-            os.chmod(path, 0o755)
-        os.chmod(out, 0o1777)
-        self.run_in('out')
-        self.assertEqual('mine\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'))
-
-    def test_colleagues_work_in_a_directory_of_their_group_and_take_nothing_over(self):
-        need('root', os.geteuid() == 0, 'root, to act as another user')
-        os.chmod(self.world.root, 0o755)
-        os.chmod(self.world.directory, 0o755)
-        spec = self.world.write('w.yaml', self.SPEC)
-
-        def ask(uid: int, mask: int, code: int, *words: Any, says: str = '') -> None:
-            def work() -> int:
-                home = os.path.join(group, f'home of {uid}')
-                os.makedirs(home, 0o755, exist_ok=True)
-                self.world.directory = group
-                self.assertExit(code, self.world.main(*words, env={'HOME': home, 'XDG_STATE_HOME': home}), says)
-                return 0
-            self.assertEqual(0, end_child(run_as(work, uid, 47012, mask)), (uid, words))
-
-        def log() -> None:
-            torc.RunLog(torc.OutputDirectory(os.path.join(group, 'of_ann')), 'x.log', 'info').close()
-        ann, bob = OTHER_UID, OTHER_UID + 1
-        for mask in (0o002, 0o022):
-            group = self.world.path(f'group {mask}')
-            for name in ('', 'out', 'torc_output', 'of_ann'):
-                os.makedirs(os.path.join(group, name), exist_ok=True)
-                os.chown(os.path.join(group, name), OTHER_UID + 2, 47012)      # of a third one of the group
-                os.chmod(os.path.join(group, name), 0o2775)
-            with self.subTest(oct(mask)):
-                ask(ann, mask, 0, '--db', f'home of {ann}/private/a.db', 'run', '-o', 'out', spec)     # in a directory 0700
-                ask(bob, mask, 0, 'run', spec)
-                ask(bob, mask, 4, 'run', '-o', 'out', spec, says='belongs to another database')
-                for words in (('run', spec), ('status', 1), ('create', spec)):
-                    ask(ann, mask, 4, *words, says=f'belongs to user {bob}: give another place with --db')
-                ask(ann, mask, 0, '--db', 'ann.db', 'run', '-o', 'of_ann', spec)
-                ask(ann, mask, 0, '--db', 'ann.db', 'logs', '-o', 'of_ann', 1, says='mine')
-                ask(bob, mask, 4, '--db', 'ann.db', 'status', 1, says=f'belongs to user {ann}: ')
-                for uid in (ann, bob):      # who goes on with the other's run, on the same host
-                    self.assertEqual(0, end_child(run_as(log, uid, 47012, mask)))
-                self.assertEqual([ann, bob], [os.stat(os.path.join(group, 'of_ann', name)).st_uid for name in ('x.log.1', 'x.log')])
-                os.chmod(os.path.join(group, 'of_ann'), 0o755)
-                ask(ann, mask, 2, '--db', 'ann.db', 'run', '-o', 'of_ann', spec, says=f'is read-only: it belongs to user {OTHER_UID + 2}: name ')
-                os.chmod(os.path.join(group, 'of_ann'), 0o700)
-                ask(ann, mask, 4, '--db', 'ann.db', 'logs', '-o', 'of_ann', 1, says='cannot be read (Permission denied)')
-                for name in ('torc_output/torc.db', 'torc_output/torc.db.token', 'ann.db'):
-                    self.assertEqual(0o600, stat.S_IMODE(os.stat(os.path.join(group, name)).st_mode))
-
-    def test_in_a_directory_that_was_made_read_only_no_more_jobs_are_started(self):
-        need('root', os.geteuid() == 0, 'root, to act as another user')
-        spec = self.world.write('w.yaml', '''
-            name: w
-            jobs:
-              - {name: spoil, command: "until test -e begun; do sleep 0.02; done; chmod -R a-w out"}
-              - {name: mend, command: "touch begun; while test -w out; do sleep 0.02; done; sleep 0.5; chmod -R u+w out"}
-              - {name: "j{i}", command: "test -w out", depends_on: [spoil], parameters: {i: "1:5"}}
-            ''')
-        os.chmod(self.world.root, 0o755)
-        folder = self.world.path('theirs')
-        os.mkdir(folder)
-        os.chown(folder, OTHER_UID, OTHER_UID)
-
-        def work() -> int:
-            self.world.directory = folder
-            outcome = self.world.main('--db', 'db/a.db', 'run', '-p', 0.2, '--num-cpus', 2, '-o', 'out', spec,
-                                      env={'HOME': folder, 'XDG_STATE_HOME': folder})
-            loss = f'{folder}/out is read-only; no more jobs are started until that is repaired\n'
-            self.assertEqual(1, outcome.err.count(loss), str(outcome))
-            self.assertIn('7 completed', outcome.err)
-            return outcome.code
-        self.assertEqual(0, end_child(run_as(work)))
-
-    def test_a_run_goes_on_when_its_directory_comes_back_with_the_embedded_database(self):
-        spec = self.world.write('w.yaml', '''
-            name: w
-            jobs:
-              - {name: gate, command: "touch there; until test -e go; do sleep 0.02; done"}
-              - {name: "j{i}", command: echo, depends_on: [gate], parameters: {i: "1:5"}}
-            ''')
-        runner = self.world.start('run', '-p', 0.2, spec)
-        self.world.wait(lambda: os.path.exists(self.world.path('there')), 20, 'the gate', [runner])
-        os.rename(self.world.path('torc_output'), self.world.path('away'))
-        self.world.wait(lambda: 'no answer from the server' in runner.err, 20, 'the loss', [runner])
-        self.assertFalse(os.path.exists(self.world.path('torc_output')))
-        self.world.write('go', '')
-        os.rename(self.world.path('away'), self.world.path('torc_output'))
-        self.assertExit(0, runner.finish(), 'is complete', '6 completed')
-        self.assertEqual({1}, {row[2] for row in self.results()})
-
-
-class OfflineDrainFlowTest(FlowTest):
-    """A real server that is killed under a real runner."""
-
-    @slow
-    def test_the_runner_of_a_server_that_died_leaves_with_exit_3_and_the_command_that_brings_its_results_in(self):
-        port = urllib.parse.urlsplit(self.world.serve()).port
-        runner = self.world.start('run', '-p', 0.2, '--num-cpus', 2, '--drain-ping-interval-secs', 1, self.world.write('outage.yaml', '''
-            name: outage
-            compute_node_wait_for_healthy_database_minutes: 0
-            jobs:
-              - {name: "long{i}", command: "touch ran{i}; until test -e go{i}; do sleep 0.02; done", parameters: {i: "1:2"}}
-              - {name: after, command: "touch after", depends_on: [long1, long2]}
-            '''))
-        self.world.wait(lambda: all(os.path.exists(self.world.path(f'ran{number}')) for number in (1, 2)), 20, 'the jobs', [runner])
-        self.world.server.kill()
-        for number in (1, 2):
-            self.world.write(f'go{number}', '')
-        out = self.world.path('torc_output')
-        self.assertExit(3, runner.finish(), f'2 jobs that ended meanwhile are kept in {out}/offline_journal/offline_results_wf1_r1_',
-                        f'When the server is back: torc.py workflows reconcile 1 1 --base-dir {shlex.quote(out)}')
-        self.world.serve('--port', port)
-        words = shlex.split(runner.err[runner.err.index('workflows reconcile'):])
-        for _ in range(2):
-            found = self.assertExit(0, self.world.cli('-f', 'json', *words)).json()
-            self.assertEqual((1, 2, 0), (found['files'], found['total_completions'], found['rejected']), found)
-        results = self.ask_json('results', 'list', 1)['items']
-        self.assertEqual([(1, 'completed'), (2, 'completed')], sorted((row['job_id'], row['status']) for row in results))
-        self.assertExit(0, self.world.cli('run', '-p', 0.2, 1), '3 completed')
-
-
-class OutputCapTest(FlowTest):
-    """`--max-output-bytes` on the command line, and disks that fill up."""
-
-    def test_what_was_cut_off_stands_in_status_logs_and_results(self):
-        words = 'run', '--max-output-bytes', '4', '-c', 'echo 12345', '-c', 'echo 12345; exit 2'
-        outcome = self.assertExit(1, self.world.cli('exec', *words[1:]), 'output of jobs is cut off')
-        cut = 'stdout was cut off at 4B of 6B (--max-output-bytes)'
-        self.assertIn(f'job2 ended with return code 2: 12345; {cut}', outcome.err)
-        self.assertExit(0, self.world.main('status', 1), f'+ job1: {cut}', f'job2 (return code 2): 12345; {cut}')
-        self.assertExit(0, self.world.main('logs', 1, 'job1'), f'torc: job job1 completed: {cut}')
-        self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 12345; {cut} <==\n1234')
-        self.assertEqual([cut, '12345; ' + cut], [row['reason'] for row in self.ask_json('results', 'list', 1)['items']])
-        self.assertEqual(1, sum('cut off' in line for line in read_text(self.runner_log()).splitlines() if 'job_id=1 ' in line and 'WARNING' in line))
-
-    def runner_log(self) -> str:
-        """Path of the log of a run."""
-        path, = glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*')
-        return path
-
-    @slow
-    def test_three_hundred_jobs_at_once_are_capped_with_a_thousand_descriptors(self):
-        spec = self.world.write('w.yaml', """
-            name: w
-            resource_requirements: [{name: none, num_cpus: 1, memory: 1m, runtime: PT5M}]
-            jobs:
-              - {name: "j{i}", parameters: {i: "1:300"}, resource_requirements: none,
-                 command: "head -c 5000 /dev/zero; : > up{i}; until test -e go; do sleep 0.2; done"}
-            """)
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
-        runner = self.world.start('run', '-p', 0.2, '--num-cpus', 300, '--memory-gb', 4, '--max-output-bytes', 1000, spec)
-        self.world.wait(lambda: len(glob.glob(glob.escape(self.world.directory) + '/up*')) == 300, 90, 'the jobs', [runner])
-        self.world.write('go', '')
-        self.assertExit(0, runner.finish(90), '300 completed')
-        sizes = [os.path.getsize(path) for path in glob.glob(glob.escape(self.world.path('torc_output', 'job_stdio')) + '/*.o')]
-        self.assertEqual([1000] * 300, sizes)
-
-    @slow
-    def test_a_hundred_thousand_jobs_are_not_failed_by_a_full_disk(self):
-        small = self.world.path('small')
-        spec = self.world.write('w.yaml', """
-            name: w
-            jobs: [{name: "j{i}", parameters: {i: "1:100000"}, command: echo 1}]
-            """)
-        with small_disk(small, '400k'):
-            runner = self.world.start('run', '-p', 0.2, '--num-cpus', 2, '-o', small + '/out', spec)
-            for count in (1, 2):
-                self.world.wait(lambda: runner.err.count('is full; no more jobs are started') == count, 90, 'the loss', [runner])
-                for path in glob.glob(glob.escape(small) + '/out/job_stdio/*'):
-                    os.unlink(path)
-                self.world.wait(lambda: runner.err.count('can be written to again: jobs are started') == count, 90, 'the room', [runner])
-            runner.send(signal.SIGTERM)
-            runner.finish(60)
-        counts = self.ask_json('status', 1)['jobs_by_status']
-        self.assertLess(counts['failed'], 20)
-        self.assertGreater(counts['completed'], 100)
-
-    @slow
-    def test_a_full_disk_fails_a_job_with_the_reason_and_the_runner_goes_on_when_there_is_room(self):
-        small = self.world.path('small')
-        spec = self.world.write('fill.yaml', '''
-            name: fill
-            jobs:
-              - {name: fill, command: "head -c 900000 /dev/zero; s=$?; touch full; until test -e room; do sleep 0.02; done; exit $s"}
-              - {name: next, command: echo next, depends_on: [fill], cancel_on_blocking_job_failure: false}
-            ''')
-        with small_disk(small, '400k'):
-            runner = self.world.start('run', '-p', 0.2, '-o', small + '/out', spec)
-            self.world.wait(lambda: os.path.exists(self.world.path('full')), 20, 'a full disk', [runner])
-            self.world.write('room', '')
-            self.world.wait(lambda: 'is full; no more jobs are started' in runner.err, 20, 'the runner to see it', [runner])
-            os.truncate(small + '/out/job_stdio/job_wf1_j1_r1_a1.o', 0)
-            self.assertExit(1, runner.finish(), 'fill ended with return code 1', 'can be written to again', '1 completed, 1 failed')
-            self.assertEqual('next\n', read_text(small + '/out/job_stdio/job_wf1_j2_r1_a1.o'))
-        reason, = [row['reason'] for row in self.ask_json('results', 'list', 1)['items'] if row['return_code']]
-        self.assertEqual(f'the disk of the output directory {small}/out is full', reason)
-
-
-# -------- runners that are killed, and jobs that leave behind what they can --------
-
-def kill_runners(world: World, kills: int, seed: int) -> str:
-    """Runners, or their keepers, are killed at any moment, one after the other: each attempt runs once, nothing lives on, all gets done."""
-    chance, traces = random.Random(seed), Traces(world)
-    world.serve()
-    leftovers = (NASTY['double forks'] + NASTY['double forks without environment']).replace('NASTY', world.mark)
-    jobs = [traces.job(f'{leftovers if chance.random() < 0.4 else ""}sleep {chance.uniform(0.02, 0.3):.2f}',
-                       resource_requirements=chance.choice(['cpu', 'gpu']))
-            for _ in range(6 * kills)]      # more than can be done until the last kill
-    assert world.cli('create', traces.spec(jobs)).code == 0
-    words = ('run', 1, '--retry-failed', '-p', '0.1', '--num-cpus', 4, '--num-gpus', 2, '--memory-gb', 1)
-    longest_s, killed = 0.0, 0
-    for number in range(kills):
-        run = world.start(*words)
-        world.wait(lambda: runner_of(run.pid) or run.has_ended(), 20, 'a runner')
-        select.select([], [], [], chance.uniform(0.02, 1.0))
-        with contextlib.suppress(ProcessLookupError):   # it was done already
-            os.kill(run.pid if chance.random() < 0.5 else runner_of(run.pid) or run.pid, signal.SIGKILL)
-        began, code = time.monotonic(), run.finish().code
-        killed += code == -signal.SIGKILL
-        assert code in (0, -signal.SIGKILL), run
-        world.wait(lambda: not living(world.mark), 5, f'the end of all that runner {number} started', state=lambda: living(world.mark))
-        longest_s = max(longest_s, time.monotonic() - began)
-    world.wait(lambda: not [words for words in processes_with(world.mark).values() if ' run ' in words], 30, 'the end of the last runner')
-    run = world.start(*words)
-    assert run.finish(120).code == 0, run
-    assert not living(world.mark), living(world.mark)
-    said = traces.check({'completed': len(jobs)}, 4, 2)
-    return f'{killed} killed at work, {said}, all gone within {longest_s:.2f} s'
-
-
-def run_nasty_jobs(world: World, trials: int, seed: int) -> str:
-    """Jobs that leave behind what they can, and end, are stopped, or killed: nothing of them lives when their end is reported."""
-    chance, counts, longest_s = random.Random(seed), collections.Counter(), 0.0     # type: Any, collections.Counter, float
-    os.chmod(world.root, 0o755)
-    os.chmod(world.directory, 0o777)
-    kinds = [kind for kind in NASTY if kind != 'a fork bomb' or os.getuid() == 0]
-    with world.inside(), contextlib.ExitStack() as stack:
-        launcher = torc.Launcher()
-        stack.callback(launcher.close)
-        null = os.open(os.devnull, os.O_WRONLY)
-        stack.callback(os.close, null)
-        for number in range(trials):
-            chosen, way = chance.sample(kinds, chance.randint(1, 4)), chance.choice(['ends', 'is stopped', 'is killed'])
-            counts.update([*chosen, way])
-            command = ''.join(NASTY[kind] for kind in chosen).replace('NASTY', world.mark)
-            rest = 'exit 3' if way == 'ends' else 'trap "" TERM; while :; do sleep 0.05; done' if chance.random() < 0.5 else 'exec sleep 1000'
-            job = launcher.start_command(f'cd "$HERE"; {command} sleep {chance.uniform(0, 0.3):.2f}; {rest}', {'HERE': world.directory},
-                                         (null, null), f'{number}-1')
-            if way != 'ends':
-                select.select([], [], [], chance.uniform(0, 0.4))
-                launcher.kill([job]) if way == 'is killed' else launcher.stop([job], signal.SIGTERM, 0.2)
-            began, done = time.monotonic(), []     # type: float, List[Any]
-            world.wait(lambda: (launcher.kill_due(), done.extend(launcher.poll())) and job in done, 10, f'trial {number}: {chosen}, {way}',
-                       state=lambda: living(world.mark))
-            longest_s = max(longest_s, time.monotonic() - began)
-            left = living(world.mark), [pid for pid in torc.read_children(os.getpid()) if pid not in launcher.exempt]
-            assert not any(left), (number, chosen, way, left)
-    return ', '.join(f'{count} {kind}' for kind, count in counts.items()) + f'; the longest end took {longest_s:.1f} s'
-
-
-# -------- servers that are away for longer than runners wait --------
-#
-# The window in which runners wait for their server is a second. A trial kills the server at a point of the loop, lets
-# the window pass, and starts it again while jobs run or after all are gone: each attempt began once, each job ended once.
-
-OUTAGE = """
-torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S, torc.RECONNECT_S = 0.2, 3.0, 0.2, 0.2
+# Shortened times. A server is silent, and a lease over, after seconds; REMOTE: the server cannot look whether runners live.
+HASTY = """
+torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S, torc.RECONNECT_S = 0.2, {answer}, 0.2, 0.2
 torc.TICK_S, torc.ABSENCE_S = 0.1, 1.0
+"""
+REMOTE = 'torc.node_lives = lambda *runner: None\n'
+AWAY_S = 3.0
+# A runner waits for its server for a second.
+OUTAGE = HASTY.format(answer=3.0) + """
 setting = torc.NodeContext.setting
 torc.NodeContext.setting = lambda self, name: (
     1 / 60 if name == 'compute_node_wait_for_healthy_database_minutes' else setting(self, name))
@@ -26478,7 +25452,6 @@ def check_mortal(store):
     die('done')     # before a transaction nothing was asked yet
 torc.call_route, torc.Store.check_in_place = call_mortal, check_mortal
 """
-RETURNS = ('while jobs run', 'after all are gone')
 SURE_POINTS, POINTS = 5, 14     # as many requests each runner makes, and more than any makes
 
 
@@ -26487,470 +25460,198 @@ class Outage:
 
     def __init__(self, world: World, works: Sequence[str], dies_at: str = '') -> None:
         self.world, self.traces, self.works = world, Traces(world), works
-        self.database = os.path.join(world.root, 'home', 'state', 'torc', 'torc.db')
         world.environment['TORC_TEST_SETUP'] = OUTAGE
-        self.serve(0)
-        self.port = urllib.parse.urlsplit(world.url).port
+        self.port = urllib.parse.urlsplit(world.serve()).port
         for words in (('create', self.traces.spec([self.traces.job(work) for work in works])), ('workflows', 'init', 1, '--no-prompts')):
             outcome = world.cli(*words)
             assert outcome.code == 0, str(outcome)
         if dies_at:
+            world.environment.update(DIES_AT=dies_at, TORC_TEST_SETUP=OUTAGE + MORTAL)
             world.server.kill()
-            self.serve(self.port, DIES_AT=dies_at, TORC_TEST_SETUP=OUTAGE + MORTAL)
+            world.serve('--port', self.port)
+            world.environment['TORC_TEST_SETUP'] = OUTAGE
         self.runner = world.start('run', 1, '-p', '0.1', '--claim-backoff-max-secs', '0.2', '--drain-ping-interval-secs', 1, '--num-cpus', 12)
-
-    def serve(self, port: int, **environment: str) -> None:
-        """Start the server, which may be mortal."""
-        self.world.environment.update(environment)
-        self.world.serve('--port', port)
-        self.world.environment['TORC_TEST_SETUP'] = OUTAGE
 
     def journals(self) -> List[str]:
         """Journals of all runners."""
         return glob.glob(glob.escape(self.world.directory) + '/**/offline_journal/*.db', recursive=True)
 
-    def come_back(self) -> None:
-        """Start the server again, and bring in what was kept: twice, which adds nothing."""
-        self.world.server.kill()
-        self.serve(self.port)
-        for number in range(2 if self.journals() else 0):
-            outcome = self.world.cli('-f', 'json', 'workflows', 'reconcile', 1, 1, '--base-dir', self.world.directory)
-            assert outcome.code == 0 and not (number and outcome.json().get('accepted')), str(outcome)
+    def come_back(self) -> Set[int]:
+        """Start the server again, bring in what was kept, twice, which adds nothing, and let another runner finish the rest.
 
-    def complete(self) -> None:
-        """Let another runner finish what is left: no job is lost, nothing lives on, and the database is whole."""
+        No job is lost, nothing lives on, and the database is whole. Returns the jobs that came to their end twice.
+        """
+        self.world.server.kill()
+        self.world.serve('--port', self.port)
+        cure = re.search('When the server is back: torc.py (.*)', self.runner.err)      # who has left without it says this
+        words = shlex.split(cure.group(1)) if cure else ['workflows', 'reconcile', 1, 1, '--base-dir', self.world.directory]
+        for number in range(2 if self.journals() else 0):
+            outcome = self.world.cli('-f', 'json', *words)
+            assert outcome.code == 0 and not (number and outcome.json().get('accepted')), str(outcome)
+        self.runner.finish(60)
         last = self.world.cli('run', 1, '-p', '0.1', '--retry-failed', '--num-cpus', 12, timeout=120)
         assert last.code == 0, f'{last}\n{self.runner}'
-        self.traces.check({'completed': len(self.works)})
-        assert {key[0] for key, row in self.traces.rows().items() if row[1] is not None} == set(range(1, len(self.works) + 1))
+        twice = self.traces.check(len(self.works))
         self.world.server.send(signal.SIGTERM)
         self.world.server.finish(20)
         left = self.world.leave()
         assert not left, left
-        check_whole(self.database)
-
-
-def lose_server_at(world: World, dies_at: str, returns: str) -> str:
-    """One trial: the server dies at this point, and is back while jobs run, or after all are gone."""
-    chance = random.Random(f'{dies_at} {returns}')
-    outage = Outage(world, [f'sleep {length:.2f}' for length in [2.5] * 2 + [chance.uniform(0.01, 0.3) for _ in range(20)]], dies_at)
-    world.wait(lambda: world.server.has_ended() or outage.runner.has_ended(), 60, 'the end of the server')
-    if not world.server.has_ended():
-        assert int(dies_at.split()[0]) > SURE_POINTS, 'so many requests were never made'
-        return 'survived'
-    if returns == RETURNS[0]:
-        world.wait(lambda: outage.journals() or outage.runner.has_ended(), 30, 'the journal')
-    else:
-        outage.runner.finish(30)
-    outage.come_back()
-    code = outage.runner.finish(60).code
-    outage.complete()
-    assert not outage.traces.ended_twice(), outage.traces.ended_twice()
-    return f'exit {code}'
-
-
-def lose_server(world: World, some: int, seed: int) -> str:
-    """The server dies at all points of the loop, or some; how the runners ended."""
-    ends, points = collections.Counter(), list(itertools.product(range(1, POINTS + 1), ('asked', 'done'), RETURNS))     # type: Any, Any
-    for number, place, returns in random.Random(seed).sample(points[:SURE_POINTS * 4], some) if some else points:
-        with contextlib.closing(World()) as inner:
-            try:
-                ends[lose_server_at(inner, f'{number} {place}', returns)] += 1
-            except AssertionError as error:
-                raise AssertionError(f'request {number} {place}, back {returns}, after {dict(ends)}: {error}') from error
-    return ', '.join(f'{end}: {count}' for end, count in sorted(ends.items()))
-
-
-def kill_offline_runners(world: World, rounds: int, seed: int) -> str:
-    """kill -9 of a runner that has lost its server: what its journal has is recorded, all else runs again, all gets done."""
-    sums = collections.Counter()    # type: collections.Counter
-    for number in range(rounds):
-        chance = random.Random(f'{seed} {number}')
-        with contextlib.closing(World()) as inner:
-            outage = Outage(inner, [f'until test -e go; do sleep 0.02; done; sleep {chance.uniform(0, 0.5):.2f}' for _ in range(12)])
-            inner.wait(lambda: outage.traces.count('begin') == 12, 30, 'all jobs', [outage.runner])
-            inner.server.kill()
-            log, = glob.glob(glob.escape(inner.path('torc_output')) + '/job_runner_*.log')
-            inner.wait(lambda: 'entering offline-drain mode' in read_text(log), 60, 'the window', [outage.runner])
-            inner.write('go', '')
-            inner.wait(lambda: outage.traces.count('end'), 10, 'an end', [outage.runner])
-            select.select([], [], [], chance.uniform(0, 0.5))
-            outage.runner.kill()
-            recorded = {entry['job_id'] for path in outage.journals() for entry in torc.read_journal(path)[0] if entry['status'] == 'completed'}
-            outage.come_back()
-            outage.complete()
-            twice = outage.traces.ended_twice()
-            assert not twice & recorded, (twice, recorded)
-            sums.update({'kills': 1, 'ends recorded': len(recorded), 'ended a moment before the kill, and ran again': len(twice)})
-    return ', '.join(f'{count} {what}' for what, count in sums.items())
-
-
-# -------- losses: an allocation ends before its time, and what brings its jobs to their end --------
-
-LOSS_SPEC = """
-name: loss
-compute_node_wait_for_new_jobs_seconds: 2
-resource_requirements: [{name: small, num_cpus: 1, memory: 50m, runtime: PT2M}]
-slurm_schedulers: [{name: given, account: wfacct, walltime: "00:10:00", partition: low, extra: "--no-requeue EXTRA"}]
-jobs:
-  - {name: "held_{i}", resource_requirements: small, parameters: {i: "1:3"},
-     command: "echo x >> began; until test -e go; do sleep 0.2; done; echo {i} >> done"}
-  - {name: last, command: "echo last >> done", depends_on_regexes: ["held_.*"], resource_requirements: small}
-actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: given, scheduler_type: slurm}]
-"""
-PREEMPTING = ['sbatch', '--account=wfacct', '--partition=high', '--cpus-per-task=4', '--time=1', '--output=/dev/null', '--wrap=true']
-CURES = 'sync-status', 'recover', 'a watch that was running'
-
-
-class Loss:
-    """A workflow on a cluster whose allocation ends before its time, in one way, and its way to completion by one cure."""
-
-    def __init__(self, world: World, bed: Bed, way: str, cure: str) -> None:
-        self.world, self.bed, self.way, self.cure = world, bed, way, cure
-        self.codes = []     # type: List[int]  # of the cure, where it is called until it finds that nothing runs any more
-        world.environment.update(SLURM_CONF=bed.conf, TORC_TEST_SETUP=NIGHT)
-        world.serve('--host', '0.0.0.0')
-        self.client = world.connect()
-
-    def rows(self, op: str) -> List[Dict[str, Any]]:
-        """All rows of a list operation."""
-        return list(self.client.pages(op, workflow_id=1))
-
-    def live(self) -> List[List[str]]:
-        """[id, node] of the allocations that have not ended."""
-        return [row for row in self.bed.rows('squeue', '-h', '-t', 'PD,R,S,CF,CG', '-o', '%i|%N|%Z')
-                if row[2].startswith(self.world.root + '/')]
-
-    def wait(self, condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
-        """Wait for something, with all that a developer wants to see if it does not come."""
-        return self.world.wait(condition, deadline_s, f'{self.way}, {self.cure}: {what}', state=self.situation)
-
-    def situation(self) -> str:
-        """The same."""
-        paths = glob.glob(glob.escape(self.world.path()) + '/torc_output/*.log')
-        return '\n'.join([str(self.live()), str(self.codes), *(f'--- {path}\n{read_text(path)[-2000:]}' for path in paths),
-                          *(str(self.world.cli(*words)) for words in (('status', 1), ('slurm', 'stats', 1)))])
-
-    def carry_out(self) -> None:
-        """Submit, lose the allocation, and let the cure do its work."""
-        self.world.write('loss.yaml', LOSS_SPEC.replace('EXTRA', '--begin=now+1hour' if 'pending' in self.way else ''))
-        submitted = self.world.cli('submit', '-p', 1, 'loss.yaml')
-        assert submitted.code == 0, str(submitted)
-        if 'pending' not in self.way:
-            self.wait(lambda: self.world.read('began').count('x') == 3, 60, 'the jobs')
-            self.wait(lambda: sum(row['status'] == 'running' for row in self.rows('list_jobs')) == 3, 20, 'the first turn')
-        watch = None
-        if self.cure == CURES[2]:
-            watch = self.world.start('watch', 1, '--recover', '--retry-unknown', '--auto-schedule', '-p', 2,
-                                     '--auto-schedule-threshold', 1, '--auto-schedule-cooldown', 20)
-            self.world.wait(lambda: watch.err, 20, 'its first words', [watch])
-        LOSS_WAYS[self.way][0](self)
-        self.wait(lambda: not self.live() or watch, 90, 'the end of the allocation')
-        self.wait(lambda: not [words for words in processes_with(self.world.mark).values() if 'test -e go' in words] or watch,
-                  30, 'the end of its jobs')
-        self.world.write('go', '')
-        if watch:
-            outcome = watch.finish(300)
-            assert outcome.code == 0, f'{outcome}\n{self.situation()}'
-        else:
-            self.call_cure()
-        self.check()
-
-    def call_cure(self) -> None:
-        """As a user would, again and again until it has found what was lost."""
-        if self.cure == CURES[0]:
-            def sync() -> bool:
-                outcome = self.world.cli('workflows', 'sync-status', 1)
-                assert outcome.code == 0, str(outcome)
-                return not [row for row in self.rows('list_scheduled_compute_nodes') if row['status'] not in ('complete', 'canceled')]
-            self.wait(sync, 120, 'the knowledge that it has ended')
-            assert 'running' not in {row['status'] for row in self.rows('list_jobs')}, self.situation()
-
-        def recover() -> bool:
-            self.codes.append(self.world.cli('recover', 1, '--no-prompts', '--retry-unknown', '--partition', 'main').code)
-            return self.codes[-1] == 0
-        self.wait(recover, 120, 'its recovery')
-        self.wait(lambda: self.client.call('is_workflow_complete', workflow_id=1)['is_complete'], 120, 'its completion')
-
-    def check(self) -> None:
-        """Each job has come to its end once, and nothing is left in the queue."""
-        statuses = {row['status'] for row in self.rows('list_jobs')}
-        assert statuses == {'completed'}, f'{statuses}\n{self.situation()}'
-        ends = [f"job {row['job_id']} run {row['run_id']} attempt {row['attempt_id']}: {row['status']}, {row.get('reason')}"
-                for row in self.client.pages('list_results', workflow_id=1, all_runs=True)]
-        said = '\n'.join([self.world.read('done'), *ends])      # an end that no server heard of may come again: this tells it
-        assert sorted(self.world.read('done').split()) == ['1', '2', '3', 'last'], f'{said}\n{self.situation()}'
-        row = min(self.rows('list_scheduled_compute_nodes'), key=lambda row: row['id'])
-        assert re.match(LOSS_WAYS[self.way][1], row['reason']), f'{self.way}, {self.cure}: {row}'
-        self.wait(lambda: not self.live(), 60, 'the end of all allocations')
-
-    def end(self) -> None:
-        """Leave nothing in the queue."""
-        self.client.close()
-        left = [row[0] for row in self.live()]
-        if left:
-            self.bed.ask('scancel', *left)
-
-    # -------- ways --------
-
-    def cancel(self) -> None:
-        """scancel, by a user."""
-        self.bed.ask('scancel', self.live()[0][0])
-
-    def kill_runner(self) -> None:
-        """kill -9, as by the kernel that has no memory left."""
-        os.kill(self.rows('list_compute_nodes')[0]['pid'], signal.SIGKILL)
-
-    def kill_node(self) -> None:
-        """A node dies with all that runs there, and comes back when that is known."""
-        (_, node, _), = self.live()
-        self.bed.control('kill-node', node)
-        try:
-            self.wait(lambda: not [row for row in self.live() if row[1] == node], 90, 'the loss of the node')
-        finally:
-            self.bed.control('start-node', node)
-
-    def preempt(self) -> None:
-        """A job of higher priority takes the node."""
-        (number, node, _), = self.live()
-        self.bed.call(PREEMPTING + [f'--nodelist={node}'])
-        self.wait(lambda: number not in [row[0] for row in self.live()], 60, 'the preemption')
-
-
-LOSS_WAYS = {   # way -> what is done, and what is said of the allocation
-    'scancel of an active allocation': (Loss.cancel, r'Slurm job \d+ was canceled by a user or administrator'),
-    'scancel of a pending allocation': (Loss.cancel, r'Slurm job \d+ was canceled by a user or administrator \(CANCELLED'),
-    'a runner killed inside its allocation': (Loss.kill_runner, r'Slurm job \d+ ended with an exit code or signal other than 0 \(FAILED, exit code 0:9'),
-    'a lost node': (Loss.kill_node, r'Slurm job \d+ lost a node \(NODE_FAIL'),
-    'preemption': (Loss.preempt, r'Slurm job \d+ was preempted by a job of higher priority|its last runner .* has left')}      # type: Dict[str, Tuple[Callable[[Loss], None], str]]
-
-
-def lose_allocations(world: World, some: int, seed: Any) -> str:
-    """Allocations end before their time in all ways, under one cure each or all: each workflow completes, each job once."""
-    pairs = [(way, CURES[(number + seed) % 3]) for number, way in enumerate(LOSS_WAYS)] if some else list(itertools.product(LOSS_WAYS, CURES))
-    bed, codes = Bed.find(SHARED_NODES, is_alone=True), collections.Counter()   # type: Any
-    with bed.held(True):
-        for way, cure in pairs:
-            bed.repair()
-            with contextlib.closing(World()) as inner:
-                loss = Loss(inner, bed, way, cure)
-                try:
-                    loss.carry_out()
-                finally:
-                    loss.end()
-                codes.update(loss.codes)
-    return f'{len(pairs)} of {len(pairs)} complete, each job once; exit codes of recover: {dict(codes)}'
-
-
-# -------- a night on a cluster: allocations, runners and the server die, and one `watch` keeps the workflow going --------
-#
-# Times are shortened: what `watch` and the runners do in minutes takes seconds here, and so does what kills them.
-
-NIGHT = '''
-torc.RETRY_MAX_S, torc.MAX_RETRY_PAUSE_S = 2.0, 2.0
-torc.SLURM_LOOK_S, torc.SCHEDULE_RETRY_S = 10.0, 10.0
-'''
-NIGHT_SPEC = '''
-name: night
-compute_node_wait_for_new_jobs_seconds: 5
-resource_requirements: [{{name: small, num_cpus: 1, memory: 100m, runtime: PT1M}}]
-slurm_schedulers: [{{name: nodes, account: wfacct, walltime: "00:10:00", partition: low}}]
-jobs:
-  - {{name: "first_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes, parameters: {{i: "1:{half}"}}}}
-  - {{name: "second_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes,
-     depends_on: ["first_{{i}}"], parameters: {{i: "1:{third}"}}}}
-  - {{name: "third_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes,
-     depends_on_regexes: ["second_.*"], parameters: {{i: "1:{rest}"}}}}
-actions:
-  - {{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: nodes, scheduler_type: slurm, num_allocations: 4}}
-  - {{trigger_type: on_jobs_ready, action_type: schedule_nodes, job_name_regexes: ["third_.*"], scheduler: nodes,
-     scheduler_type: slurm, num_allocations: 2}}
-'''
-
-
-class Night:
-    """A staged workflow on a cluster, and what happens to it."""
-    KILL_S, SERVER_S, NODE_S = 20.0, 60.0, 25.0     # between kills; between those of the server; until a node is back
-
-    def __init__(self, world: World, bed: Bed, count: int, seed: Any, work_s: float) -> None:
-        self.world, self.bed, self.count, self.chance = world, bed, count, random.Random(f'{seed} night')
-        self.happened = collections.Counter()   # type: collections.Counter
-        self.log = []               # type: List[str]
-        self.dead_nodes = {}        # type: Dict[str, float]  # -> when it is started again
-        self.began = time.monotonic()
-        world.environment.update(SLURM_CONF=bed.conf, TORC_TEST_SETUP=NIGHT)
-        os.mkdir(world.path('ledger'))
-        traced = Traces.BEGIN.replace('${CUDA_VISIBLE_DEVICES:--}', '-') + f'sleep {work_s:g}' + Traces.END
-        half, third = count // 2, count * 3 // 10
-        world.write('job.sh', traced + '\n')
-        self.spec = world.write('night.yaml', NIGHT_SPEC.format(first='bash job.sh', half=half, third=third,
-                                                                rest=count - half - third))
-        self.port = urllib.parse.urlsplit(world.serve('--host', '0.0.0.0')).port
-        self.server_back = 0.0      # monotonic; while it is dead
-
-    def say(self, what: str, where: str) -> None:
-        """Note what happens."""
-        self.happened[what] += 1
-        self.log.append(f'{time.monotonic() - self.began:6.1f} s  {what} {where}')
-
-    def allocations(self, *states: str) -> List[List[str]]:
-        """[id, node, partition] of the allocations in these states."""
-        return [row for row in self.bed.rows('squeue', '-h', '-t', ','.join(states), '-o', '%i|%N|%P|%Z')
-                if row[3].startswith(self.world.root + '/')]
-
-    def runners(self) -> List[int]:
-        """Processes of runners in allocations, without their guardians."""
-        found = {pid for pid, words in processes_with(self.world.mark).items() if ' slurm-job-runner ' in words}
-        return sorted(pid for pid in found if read_parent(pid) not in found)
-
-    def kill_something(self) -> None:
-        """An allocation ends before its time, in one of four ways."""
-        running = self.allocations('RUNNING')
-        how = self.chance.choice(['scancel', 'preemption', 'kill -9 of a runner', 'kill-node'])
-        if not running:
-            return
-        number, node, partition, _ = self.chance.choice(running)
-        if how == 'preemption' and partition == 'low':
-            self.bed.call(PREEMPTING + [f'--nodelist={node}'])
-            self.say(how, number)
-        elif how == 'scancel':
-            self.bed.ask('scancel', number)
-            self.say(how, number)
-        elif how == 'kill-node' and node not in self.dead_nodes and len(self.dead_nodes) < 2:
-            self.bed.control('kill-node', node)
-            self.dead_nodes[node] = time.monotonic() + self.NODE_S
-            self.say(how, f'{node} with {number}')
-        else:
-            runners = self.runners()
-            for pid in self.chance.sample(runners, min(1, len(runners))):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    self.say('kill -9 of a runner', str(pid))
-
-    def restore(self, is_over: bool = False) -> None:
-        """Start again what has been dead for long enough."""
-        now = time.monotonic()
-        for node, at in list(self.dead_nodes.items()):
-            if is_over or now >= at:
-                del self.dead_nodes[node]
-                self.bed.control('start-node', node)
-        if self.server_back and (is_over or now >= self.server_back):
-            self.server_back = 0.0
-            self.world.serve('--host', '0.0.0.0', '--port', self.port)
-
-    def carry_out(self, limit_s: float) -> str:
-        """Submit, watch, kill; what has become of all jobs."""
-        submitted = self.world.cli('submit', '-p', 1, self.spec)
-        assert submitted.code == 0, str(submitted)
-        watch = self.world.start('watch', 1, '--recover', '--retry-unknown', '--auto-schedule', '--auto-schedule-threshold', 1,
-                                 '--auto-schedule-cooldown', 20, '--auto-schedule-stranded-timeout', 30, '-p', 5,
-                                 '--show-job-counts')
-        kill_at, server_at = self.began + self.KILL_S, self.began + self.SERVER_S
-        try:
-            while not watch.has_ended():
-                now = time.monotonic()
-                assert now < self.began + limit_s, f'not complete within {limit_s:g} s'
-                self.restore()
-                if now >= kill_at:
-                    kill_at = now + self.KILL_S * self.chance.uniform(0.5, 1.5)     # else a last job might never end
-                    self.kill_something()
-                if now >= server_at and not self.server_back:
-                    server_at = now + self.SERVER_S
-                    self.world.server.kill()
-                    self.server_back = now + self.chance.uniform(0.5, 6)
-                    self.say('kill -9 of the server', '')
-                select.select([], [], [], 0.3)
-            self.restore(is_over=True)
-            return self.check(watch.finish())
-        except AssertionError as error:
-            raise AssertionError('\n'.join([str(error), *self.log, str(watch), self.situation()])) from error
-        finally:
-            self.restore(is_over=True)
-            left = [row[0] for row in self.allocations('PENDING', 'RUNNING', 'SUSPENDED', 'CONFIGURING')]
-            if left:
-                self.bed.ask('scancel', *left)
-            self.world.wait(lambda: not self.allocations('PENDING', 'RUNNING', 'COMPLETING'), 60, 'the end of all allocations')
-
-    def situation(self) -> str:
-        """What a developer wants to see."""
-        paths = sorted(glob.glob(glob.escape(self.world.path()) + '/torc_output/*'), key=os.path.getmtime)
-        logs = [f'--- {path}\n{read_text(path)[-1500:]}' for path in paths if path.endswith(('.log', '.o', '.e', '.out'))][-12:]
-        words = [self.world.cli('status', 1), self.world.cli('explain', 1),
-                 self.world.cli('slurm', 'stats', 1), self.world.cli('-f', 'json', 'events', 'list', 1)]
-        return '\n'.join([*logs, *(str(each)[-4000:] for each in words)])
-
-    def check(self, outcome: Outcome) -> str:
-        """All done, each job completed once, each attempt began once."""
-        assert outcome.code == 0, str(outcome)
-        with contextlib.closing(self.world.connect()) as client:
-            statuses = collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=1))
-            results = list(client.pages('list_results', workflow_id=1, all_runs=True))
-            run_id = client.call('get_workflow', workflow_id=1)['run_id']
-            allocations = len(list(client.pages('list_scheduled_compute_nodes', workflow_id=1)))
-        assert dict(statuses) == {'completed': self.count}, statuses
-        completed = collections.Counter(row['job_id'] for row in results if row['status'] == 'completed')
-        assert set(completed.values()) == {1} and len(completed) == self.count, completed
-        rows = Traces.rows(self)    # type: ignore
-        keys = {(row['job_id'], row['run_id'], row['attempt_id']) for row in results}
-        assert set(rows) <= keys and not [row for row in results if row['return_code'] == 99], set(rows) - keys
-        ends = collections.Counter(key[0] for key, row in rows.items() if row[1] is not None)
-        assert len(ends) == self.count, self.count - len(ends)
-        twice = sum(count > 1 for count in ends.values())
-        took_s = time.monotonic() - self.began
-        happened = ', '.join(f'{count} x {what}' for what, count in sorted(self.happened.items()))
-        return (f'{self.count} jobs completed once each in {took_s:.0f} s and {run_id} runs; {happened}; {allocations} allocations, '
-                f'{len(rows)} attempts began, {twice} jobs had ended unseen and ran again')
-
-
-def read_parent(pid: int) -> int:
-    """Parent of a process, 0 if it has gone."""
-    match = re.match(r'\d+ \(.*\) \S (\d+)', read_text(f'/proc/{pid}/stat'), re.DOTALL)
-    return int(match.group(1)) if match else 0
-
-
-def live_through_night(world: World, count: int, work_s: float, limit_s: float, seed: Any) -> str:
-    """A night on the cluster, alone there."""
-    bed = Bed.find(SHARED_NODES, is_alone=True)
-    with bed.held(True):
-        bed.repair()
-        return Night(world, bed, count, seed, work_s).carry_out(limit_s)
-
-
-# -------- all of them --------
-
-
-class Fault(NamedTuple):
-    """What is done to programs, and what it says of it; each in a world of its own."""
-    title: str
-    work: Callable[..., str]        # of a world, the size, and a seed
-    small: Tuple[Any, ...]          # size, in a test and with --quick
-    large: Tuple[Any, ...]
-    wanted: str                     # of what it says: an expression
-
-
-FAULTS = (
-    Fault('a server that is killed under two runners has lost nothing', kill_servers, (False, 100, 1), (False, 1000, 5), '^[0-9,]+ attempts'),
-    Fault('an embedded server that is killed comes back and has lost nothing', kill_servers, (True, 100, 1), (True, 1000, 5), '^[0-9,]+ attempts'),
-    Fault('a server that is killed under many clients loses nothing and doubles nothing', kill_under_clerks, (6,), (300,),
-          r'^[\d,]{3,} completions acknowledged'),
-    Fault('rubbish of all kinds is answered with 4xx and nothing is harmed', fuzz, (1000,), (20000,), '422: [0-9]{2}'),
-    Fault('runners that are killed at any moment run each attempt once and leave nothing', kill_runners, (8,), (300,),
-          r'^[1-9]\d* killed at work, \d+ attempts began'),
-    Fault('nothing outlives a job that tries all it can', run_nasty_jobs, (8,), (300,), 'the longest end took [0-4][.]'),
-    Fault('nothing outlives a run however it ends', leave_all_nothing, (1,), (30,), 'the terminal goes away: nothing lived'),
-    Fault('a server whose disk was full goes on when there is room', fill_disk, (1,), (30,), r'acknowledged, [1-9][\d,]* refused'),
-    *(Fault(f'away: {title}', be_away, (title, 1), (title, 30), f'{AwayTrial.LONG + AwayTrial.SHORT + 1} jobs') for title in AWAY),
-    Fault('a server that dies for longer than runners wait costs no job', lose_server, (2,), (0,), 'exit [03]: [1-9]'),
-    Fault('what a runner without a server has kept outlives its kill', kill_offline_runners, (1,), (30,), r'^\d+ kills, [1-9]'),
-    Fault('slurm: the jobs of a lost allocation run again', lose_allocations, (1,), (0,), r'(\d+) of \1 complete, each job once'),
-    Fault('slurm: under a watch a workflow comes to its end whatever dies', live_through_night, (24, 4, 300), (200, 15, 1800),
-          r'^[24]\d+ jobs completed once each'),
-)
+        assert ask_sqlite(os.path.join(self.world.root, SERVER_DATABASE), 'PRAGMA integrity_check') == [('ok',)]
+        return twice
 
 
 @slow
 class FaultTest(WorldTest):
-    """Each of FAULTS in its small size."""
+    """What is done to real programs."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.chance = random.Random(f'{FAULTS.seed} {self._testMethodName}')
+
+    def pause(self, least_s: float, most_s: float) -> None:
+        """Until a moment that chance decides."""
+        select.select([], [], [], self.chance.uniform(least_s, most_s))
+
+    def tell(self, text: str) -> None:
+        """What was seen, for who has asked for all of it."""
+        if FAULTS.is_long:
+            print(f'{title_of(self)}: {text}', flush=True)
+
+    def end_server(self, database: str) -> None:
+        """End the server in order; its database is whole, and it has said nothing of a bug."""
+        self.world.server.send(signal.SIGTERM)
+        outcome = self.assertExit(0, self.world.server.finish(20))
+        self.assertLess(len(outcome.err), 100000)
+        for check, sound in (('integrity_check', [('ok',)]), ('foreign_key_check', [])):
+            self.assertEqual(sound, ask_sqlite(database, f'PRAGMA {check}'))
+
+    # -------- servers --------
+
+    def start_runners(self, traces: Traces, count: int, number: int) -> List[Background]:
+        """So many runners at work on so many jobs, which end from now on."""
+        spec = traces.spec([traces.job('until test -e go; do sleep 0.02; done; sleep 0.01')] * count)
+        runners = []    # type: List[Background]
+        for what in [spec, *[1] * (number - 1)]:
+            runners.append(self.world.start('run', '-p', 0.2, '--num-cpus', 2, what))
+            self.world.wait(lambda: traces.count('begin') == 2 * len(runners), 20, 'its first jobs', runners)
+        self.world.write('go', '')
+        return runners
+
+    def finish_runners(self, runners: List[Background], traces: Traces, count: int, database: Optional[str] = None) -> None:
+        """Wait for their ends: all is done, and nothing twice."""
+        for runner in runners:
+            self.assertExit(0, runner.finish(180))
+        self.assertEqual(set(), traces.check(count, 2 * len(runners), database=database))
+
+    def test_a_server_that_is_killed_under_two_runners_has_lost_nothing_and_no_acknowledged_event(self):
+        traces, database, count, kills = Traces(self.world), os.path.join(self.world.root, SERVER_DATABASE), size(100, 3000), size(5, 100)
+        port = urllib.parse.urlsplit(self.world.serve()).port
+        runners, is_over = self.start_runners(traces, count, 2), threading.Event()
+        scribe = Scribe(self.world.url, database + '.token')
+        self.addCleanup(scribe.client.close)
+        writer = threading.Thread(target=lambda: [scribe.write() for _ in iter(is_over.is_set, True)])
+        writer.start()
+        try:
+            for number in range(kills):
+                self.world.wait(lambda: traces.count('begin') > number * count // (kills + 1), 120, 'more jobs', runners)
+                self.pause(0, 0.1)
+                self.world.server.kill()
+                if self.chance.random() < 0.3:      # the next one, in its start
+                    server = self.world.start('serve', '--port', port)
+                    self.pause(0, 0.5)
+                    server.kill()
+                self.world.serve('--port', port)
+            self.finish_runners(runners, traces, count)
+        finally:
+            is_over.set()
+            writer.join()
+        self.assertEqual([], scribe.missing())
+        self.tell(f'{kills} kills, {len(scribe.told)} of {scribe.said} events acknowledged')
+        self.end_server(database)
+
+    def test_an_embedded_server_that_is_killed_comes_back_and_has_lost_nothing(self):
+        traces, database, count, kills = Traces(self.world), self.world.path('torc_output', 'torc.db'), size(100, 1000), size(4, 30)
+        runners, killed = self.start_runners(traces, count, 1), set()    # type: Any, Set[int]
+
+        def next_server() -> int:
+            found = connection_of(database)
+            return found['pid'] if found and found['pid'] not in killed else 0
+        for number in range(kills):
+            self.world.wait(lambda: traces.count('begin') > number * count // (kills + 1), 120, 'more jobs', runners)
+            pid = self.world.wait(next_server, 20, 'a new server', runners)
+            self.pause(0, 0.1)
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+        self.finish_runners(runners, traces, count, database)
+
+    def test_who_is_away_for_longer_than_a_lease_runs_no_job_twice(self):
+        for stopped, has_second in (('server', False), ('server runner', False), ('runner', True)):
+            for number in range(size(1, 10)):
+                with self.subTest(stopped, number=number), contextlib.closing(World()) as world:
+                    self.be_away(world, stopped, has_second)
+
+    def be_away(self, world: World, stopped: str, has_second: bool) -> None:
+        """A workflow of long and short jobs goes on after its server, its runner or both were stopped for a while."""
+        traces, is_embedded = Traces(world), stopped == 'server runner'
+        world.environment['TORC_TEST_SETUP'] = HASTY.format(answer=0.8) + REMOTE * (not is_embedded)
+        lengths = [self.chance.uniform(0.5, 2 * AWAY_S) for _ in range(8)] + [0.01] * 60
+        jobs = [traces.job(f'sleep {length:.2f}', priority=int(length > 0.01)) for length in lengths]
+        spec = traces.spec([*jobs, traces.job('true', depends_on_regexes=[r'^j\d+$'], name='last')])
+        words = 'run', '-p', '0.1', '--claim-backoff-max-secs', '0.2', '--num-cpus', 10
+        if not is_embedded:
+            world.serve()
+        runners = [world.start(*words, spec)]
+        begun = self.chance.randint(8, 48)
+        world.wait(lambda: traces.count('begin') >= begun, 20, f'{begun} jobs', runners)
+        server = connection_of(world.path('torc_output', 'torc.db'))['pid'] if is_embedded else world.server.pid
+        pids = [pid for who, *found in (('runner', runner_of(runners[0].pid), runners[0].pid), ('server', server)) if who in stopped for pid in found]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        if has_second:
+            runners.append(world.start(*words, 1))
+        select.select([], [], [], AWAY_S)
+        for pid in self.chance.sample(pids, len(pids)):
+            os.kill(pid, signal.SIGCONT)
+            self.pause(0, 0.3)
+        outcomes = [runner.finish(120) for runner in runners]
+        self.assertEqual(0, outcomes[0].code, '\n'.join(map(str, outcomes)))
+        # One may be under way already, between the look at the lease and the system call that starts it.
+        self.assertLessEqual(len(traces.check(len(jobs) + 1)), int(has_second))
+
+    def test_a_server_that_dies_for_longer_than_runners_wait_costs_no_job(self):
+        points = list(itertools.product(range(1, POINTS + 1), ('asked', 'done'), ('while jobs run', 'after all are gone')))
+        codes = collections.Counter()   # type: collections.Counter
+        for number, place, returns in points if FAULTS.is_long else self.chance.sample(points[:SURE_POINTS * 4], 2):
+            with self.subTest(number=number, place=place, returns=returns), contextlib.closing(World()) as world:
+                works = [f'sleep {length:.2f}' for length in [2.5] * 2 + [self.chance.uniform(0.01, 0.3) for _ in range(20)]]
+                outage = Outage(world, works, f'{number} {place}')
+                world.wait(lambda: world.server.has_ended() or outage.runner.has_ended(), 60, 'the end of the server')
+                if not world.server.has_ended():
+                    self.assertGreater(number, SURE_POINTS, 'so many requests were never made')
+                    continue
+                world.wait(lambda: outage.runner.has_ended() or returns == 'while jobs run' and outage.journals(), 30, 'the loss')
+                self.assertEqual(set(), outage.come_back())
+                self.assertIn(outage.runner.process.returncode, (0, 3))
+                codes[outage.runner.process.returncode] += 1
+        self.tell(f'exit codes {dict(codes)}')
+
+    def test_what_a_runner_without_a_server_has_kept_outlives_its_kill(self):
+        for number in range(size(1, 30)):
+            with self.subTest(number), contextlib.closing(World()) as world:
+                outage = Outage(world, [f'until test -e go; do sleep 0.02; done; sleep {self.chance.uniform(0, 0.5):.2f}' for _ in range(12)])
+                world.wait(lambda: outage.traces.count('begin') == 12, 30, 'all jobs', [outage.runner])
+                world.server.kill()
+                log, = glob.glob(glob.escape(world.path('torc_output')) + '/job_runner_*.log')
+                world.wait(lambda: 'entering offline-drain mode' in read_text(log), 60, 'the window', [outage.runner])
+                world.write('go', '')
+                world.wait(lambda: outage.traces.count('end'), 10, 'an end', [outage.runner])
+                self.pause(0, 0.5)
+                outage.runner.kill()
+                world.wait(lambda: ' run 1 ' not in ' '.join(processes_with(world.mark).values()), 30, 'the end of what it kept')
+                recorded = {entry['job_id'] for path in outage.journals() for entry in torc.read_journal(path)[0] if entry['status'] == 'completed'}
+                twice = outage.come_back()
+                self.assertEqual(set(), twice & recorded)
+                self.tell(f'{len(recorded)} ends were recorded, {len(twice)} a moment before the kill, and ran again')
 
     def test_a_run_whose_database_is_removed_goes_on_after_the_cure(self):
         spec = self.world.write('spec.yaml', """
@@ -26968,40 +25669,445 @@ class FaultTest(WorldTest):
         self.world.write('go', '')
         self.assertExit(0, run.finish(), 'complete after', '2 completed')
 
-    def meet(self, fault: Fault) -> None:
-        """Do it, at the same moments each time."""
-        self.assertRegex(fault.work(self.world, *fault.small, 5), fault.wanted)
+    def test_a_server_whose_disk_was_full_goes_on_when_there_is_room(self):
+        told, refused = 0, 0
+        for number in range(size(1, 30)):
+            place = self.world.path(f'small {number}')
+            with small_disk(place, '6m'):
+                flags = ('--db', place + '/torc.db', '--log-dir', place)
+                scribe = Scribe(self.world.serve(*flags), place + '/torc.db.token')
+                with open(place + '/ballast', 'wb') as ballast:
+                    for _ in range(4):
+                        with contextlib.suppress(OSError):
+                            free = os.statvfs(place)
+                            grown = free.f_bavail * free.f_frsize - self.chance.randrange(200000)
+                            os.posix_fallocate(ballast.fileno(), 0, ballast.seek(0, 2) + max(1, grown))
+                        said = scribe.said
+                        while scribe.said < said + 200 and scribe.said - said < len(scribe.told) + 30:
+                            refused += not scribe.write(self.chance.choice([100, 5000, 100000]), 20)
+                        ballast.truncate(0)
+                        if self.chance.random() < 0.3:
+                            self.world.server.kill()
+                            scribe.move(self.world.serve(*flags))
+                        for _ in range(10):
+                            self.assertTrue(scribe.write(), 'there is room again, and it does not go on')
+                self.assertEqual([], scribe.missing())
+                told += len(scribe.told)
+                scribe.client.close()
+                self.end_server(place + '/torc.db')
+        self.assertGreater(refused, 0)
+        self.tell(f'{told:,} acknowledged, {refused:,} refused')
+
+    # -------- runners --------
+
+    def test_runners_that_are_killed_at_any_moment_run_each_attempt_once_and_leave_nothing(self):
+        """Or their keepers are, one after the other."""
+        world, traces, kills, killed = self.world, Traces(self.world), size(8, 200), 0
+        world.serve()
+        leftovers = (NASTY['double forks'] + NASTY['double forks without environment']).replace('NASTY', world.mark)
+        jobs = [traces.job(f'{leftovers if self.chance.random() < 0.4 else ""}sleep {self.chance.uniform(0.02, 0.3):.2f}',
+                           resource_requirements=self.chance.choice(['cpu', 'gpu'])) for _ in range(6 * kills)]     # more than can be done
+        self.assertExit(0, world.cli('create', traces.spec(jobs)))
+        words = ('run', 1, '--retry-failed', '-p', '0.1', '--num-cpus', 4, '--num-gpus', 2, '--memory-gb', 1)
+        for _ in range(kills):
+            run = world.start(*words)
+            world.wait(lambda: runner_of(run.pid) or run.has_ended(), 20, 'a runner')
+            self.pause(0.02, 1.0)
+            with contextlib.suppress(ProcessLookupError):   # it was done already
+                os.kill(run.pid if self.chance.random() < 0.5 else runner_of(run.pid) or run.pid, signal.SIGKILL)
+            code = run.finish().code
+            self.assertIn(code, (0, -signal.SIGKILL), run)
+            killed += code != 0
+            world.wait(lambda: not living(world.mark), 10, 'the end of all that it has started', state=lambda: living(world.mark))
+        world.wait(lambda: not [words for words in processes_with(world.mark).values() if ' run ' in words], 30, 'the end of the last runner')
+        self.assertExit(0, world.cli(*words, timeout=120))
+        self.assertEqual({}, living(world.mark))
+        self.assertGreater(killed, 0)
+        twice = traces.check(len(jobs), 4, 2)
+        self.tell(f'{killed} killed at work; {len(jobs)} jobs, of which {len(twice)} ended unseen and ran again')
+
+    def test_nothing_outlives_a_run_however_it_ends(self):
+        said = leave_all_nothing(self.world, size(1, 15))
+        self.assertEqual(len(WAYS), said.count('nothing lived'))
+        self.tell(said)
 
 
-for _fault in FAULTS:
-    setattr(FaultTest, 'test_' + re.sub(r'\W+', '_', _fault.title), functools.partialmethod(FaultTest.meet, _fault))
+class RequestFaultTest(LiveTest):
+    """Requests that are wrong in many ways at once."""
+    IDS = ('workflow idle_workflow empty_workflow running pending ready done failed blocked compute_node file user_data result action '
+           'schedule resource_requirements slurm_scheduler scheduled_compute_node failure_handler event group').split()
+    VALUES = [None, True, 0, -1, 2 ** 31, 2 ** 63, -2 ** 63 - 1, 10 ** 40, -0.5, 1e308, '', ' ', '\0', '\ud800', '\x1b[2J', 'A' * 3000, '\u0663',
+              '-1', 'null', '2026-11-21T12:00:00Z', '0000-00-00T99:99:99Z', 'PT99999999999H', '-5g', '../../etc/passwd', "'; DROP TABLE job; --",
+              '%s%n{0}', [], [None], ['x'] * 500, {}, {'': None}, {'a': {'b': [{}]}}, 'ready', '*', '(' * 50]     # type: List[Any]
+
+    def wrong_value(self) -> Any:
+        """A value that is hardly ever right, or the id of something else."""
+        return copy.deepcopy(self.chance.choice(self.VALUES)) if self.chance.random() < 0.7 else self.ids[self.chance.choice(self.IDS)]
+
+    def spoil(self, value: Any) -> Any:
+        """The value, with one thing in it replaced or left out."""
+        if not isinstance(value, (dict, list)) or not value or self.chance.random() < 0.1:
+            return self.wrong_value()
+        key = self.chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if self.chance.random() < 0.15:
+            del value[key]
+        else:
+            value[key] = self.spoil(value[key])
+        return value
+
+    def test_rubbish_of_all_kinds_is_answered_with_4xx_and_nothing_is_harmed(self) -> None:
+        self.chance, statuses = random.Random(f'{FAULTS.seed} rubbish'), collections.Counter()    # type: Any, collections.Counter
+        for _ in range(size(8, 200)):
+            with self.undone():
+                for route in self.chance.sample(torc.ROUTES, len(torc.ROUTES)):
+                    parameters, body = self.parameters(route), copy.deepcopy(self.body(route))
+                    for _ in range(self.chance.randint(0, 2)):
+                        body = self.spoil(body)
+                    for name in list(parameters):
+                        if self.chance.random() < 0.3:
+                            parameters[name] = str(self.wrong_value()).replace('\ud800', '\udcff')
+                    status, value = self.request(route, parameters, body)
+                    self.assertLess(status, 500, (route.name, parameters, body, value))
+                    statuses[status] += 1
+        self.assertEqual(([('ok',)], []), (self.store.rows('PRAGMA integrity_check'), self.store.rows('PRAGMA foreign_key_check')))
+        self.assertGreater(min(statuses[status] for status in (200, 404, 422)), 50, statuses)
 
 
-def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -> int:
-    """`test_torc.py faults [PART...]`: all faults at length, or those with these words in their titles. 1 if one did harm."""
-    seed = random.SystemRandom().randrange(10 ** 9) if seed is None else seed
-    print(f'seed {seed}: repeat with --seed {seed}')
-    counts = collections.Counter()      # type: collections.Counter
-    for fault in FAULTS:
-        if parts and not any(part in fault.title for part in parts):
-            continue
-        size, world, begun = fault.small if is_quick else fault.large, World(), time.monotonic()
-        how, title = 'passed', ' '.join([fault.title, *(str(part) for part in size if str(part) not in fault.title)])
+# -------- output directories, whose promises a run keeps --------
+
+
+@slow
+class OutputTest(FlowTest):
+    """An output directory belongs to one database; who else writes to it; what becomes of output when there is no room for it."""
+    SPEC = 'name: w\njobs: [{name: greet, command: "echo from $WHO"}]\n'
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.spec = self.world.write('w.yaml', self.SPEC)
+
+    def run_by(self, database: str, out: str, code: int = 0, *texts: str) -> Outcome:
+        """`run` into a directory; refused ones create nothing."""
+        words = ('--db', f'{database}.db', 'run', '-o', out, self.spec)
+        outcome = self.assertExit(code, self.world.cli(*words, env={'WHO': database}), *texts)
+        self.assertEqual(not code, 'Created' in outcome.err)
+        return outcome
+
+    def test_a_directory_is_that_of_one_database_until_it_is_deleted(self):
+        here, theirs = self.world.path('b.db'), self.world.path('a.db')
+        self.run_by('a', 'out')
+        refusal = f'belongs to another database, {theirs}; this one is {here}: give another directory with -o DIR'
+        self.assertExit(0, self.world.cli('--db', 'b.db', 'create', self.spec))
+        for words in (('run', self.spec), ('run', 1), ('exec', '-c', 'echo from b'), ('logs', 1, 'greet'), ('results', 'list', 1, '--include-logs')):
+            outcome = self.assertExit(4, self.world.cli('--db', 'b.db', *words, '--output-dir', 'out'), refusal)
+            self.assertEqual((False, ''), ('Created' in outcome.err, outcome.out))
+        self.run_by('b', 'of_b')
+        self.assertEqual(['from b\n', 'from a\n'], [self.assertExit(0, self.world.cli('--db', f'{name}.db', 'logs', number, 'greet', '-o', out)).out
+                                                    for name, number, out in (('b', 2, 'of_b'), ('a', 1, 'out'))])
+        os.rename(theirs, self.world.path('moved.db'))      # it has gone with what it knew, or to another place: the next one takes the directory
+        said = f'belonged to the database {theirs}, which no longer exists; it now belongs to {here}\n'
+        self.assertEqual([1, 0], [self.run_by('b', 'out').err.count(said) for _ in range(2)])
+        self.assertEqual('from b\n', self.world.read('out/job_stdio/job_wf3_j3_r1_a1.o'))
+        self.world.write('out/.torc_database', '{')
+        self.run_by('b', 'out', 4, '(damaged): remove it, or give another directory with -o DIR')
+
+    def test_a_directory_may_move_with_its_database_and_one_that_is_not_mounted_is_not_deleted(self):
+        def database(path: str) -> Dict[str, Any]:
+            return {'id': path, 'path': self.world.path(path), 'host': socket.gethostname()}
+        for name, path in (('inside', 'inside/torc.db'), ('away', 'unmounted/x.db')):
+            os.mkdir(self.world.path(name))
+            self.assertEqual('', torc.take_output_dir(self.world.path(name), database(path)))
+        self.world.write('inside/torc.db', '')
+        os.rename(self.world.path('inside'), self.world.path('moved'))
+        self.assertEqual('', torc.take_output_dir(self.world.path('moved'), dict(database('moved/torc.db'), id='inside/torc.db')))
+        for name in ('moved', 'away'):
+            self.assertRaises(torc.Refused, torc.take_output_dir, self.world.path(name), database('ours.db'))
+
+    def test_a_directory_to_which_all_may_write_is_refused_with_the_cure_but_where_a_file_system_keeps_no_modes(self):
+        out = self.world.path('out')
+        for path in (out, out + '/job_stdio'):
+            os.mkdir(path)
+            os.chmod(path, 0o777)
+            self.run_by('a', 'out', 4, f'all users may write to {path}', f'`chmod o-w {shlex.quote(path)}`, or give another directory with -o DIR')
+            with unittest.mock.patch('torc.keeps_modes', lambda _: False):
+                torc.refuse_public_directory(path, '-o DIR')
+            os.chmod(path, 0o755)
+        os.chmod(out, 0o1777)
+        self.run_by('a', 'out')
+
+    def test_colleagues_work_in_a_directory_of_their_group_and_take_nothing_over(self):
+        need('root', os.geteuid() == 0, 'root, to act as another user')
+        for path in (self.world.root, self.world.directory):
+            os.chmod(path, 0o755)
+        ann, bob, group = OTHER_UID, OTHER_UID + 1, self.world.path('group')
+        for name in ('', 'out', 'torc_output', 'of_ann'):
+            os.mkdir(os.path.join(group, name))
+            os.chown(os.path.join(group, name), OTHER_UID + 2, 47012)      # of a third one of the group
+            os.chmod(os.path.join(group, name), 0o2775)
+
+        def ask(uid: int, code: int, *words: Any, says: str = '') -> None:
+            def work() -> int:
+                home = os.path.join(group, f'home of {uid}')
+                os.makedirs(home, 0o755, exist_ok=True)
+                self.world.directory = group
+                self.assertExit(code, self.world.main(*words, env={'HOME': home, 'XDG_STATE_HOME': home}), says)
+                return 0
+            self.assertEqual(0, end_child(run_as(work, uid, 47012, 0o002)), (uid, words))
+        ask(ann, 0, '--db', f'home of {ann}/private/a.db', 'run', '-o', 'out', self.spec)     # in a directory 0700
+        ask(bob, 0, 'run', self.spec)
+        ask(bob, 4, 'run', '-o', 'out', self.spec, says='belongs to another database')
+        for words in (('run', self.spec), ('status', 1), ('create', self.spec)):
+            ask(ann, 4, *words, says=f'belongs to user {bob}: give another place with --db')
+        ask(ann, 0, '--db', 'ann.db', 'run', '-o', 'of_ann', self.spec)
+        ask(bob, 4, '--db', 'ann.db', 'status', 1, says=f'belongs to user {ann}: ')
+        os.chmod(os.path.join(group, 'of_ann'), 0o755)
+        ask(ann, 2, '--db', 'ann.db', 'run', '-o', 'of_ann', self.spec, says=f'is read-only: it belongs to user {OTHER_UID + 2}: name ')
+        os.chmod(os.path.join(group, 'of_ann'), 0o700)
+        ask(ann, 4, '--db', 'ann.db', 'logs', '-o', 'of_ann', 1, says='cannot be read (Permission denied)')
+        for name in ('torc_output/torc.db', 'torc_output/torc.db.token', 'ann.db'):
+            self.assertEqual(0o600, stat.S_IMODE(os.stat(os.path.join(group, name)).st_mode))
+
+    def test_a_run_goes_on_when_its_directory_comes_back_with_the_embedded_database(self):
+        spec = self.world.write('gate.yaml', '''
+            name: w
+            jobs:
+              - {name: gate, command: "touch there; until test -e go; do sleep 0.02; done"}
+              - {name: "j{i}", command: echo, depends_on: [gate], parameters: {i: "1:5"}}
+            ''')
+        runner = self.world.start('run', '-p', 0.2, spec)
+        self.world.wait(lambda: os.path.exists(self.world.path('there')), 20, 'the gate', [runner])
+        os.rename(self.world.path('torc_output'), self.world.path('away'))
+        self.world.wait(lambda: 'no answer from the server' in runner.err, 20, 'the loss', [runner])
+        self.assertFalse(os.path.exists(self.world.path('torc_output')))
+        self.world.write('go', '')
+        os.rename(self.world.path('away'), self.world.path('torc_output'))
+        self.assertExit(0, runner.finish(), 'is complete', '6 completed')
+
+    def test_what_was_cut_off_stands_in_status_logs_and_results(self):
+        outcome = self.world.cli('exec', '--max-output-bytes', '4', '-c', 'echo 12345', '-c', 'echo 12345; exit 2')
+        cut = 'stdout was cut off at 4B of 6B (--max-output-bytes)'
+        self.assertExit(1, outcome, 'output of jobs is cut off', f'job2 ended with return code 2: 12345; {cut}')
+        self.assertExit(0, self.world.main('status', 1), f'+ job1: {cut}', f'job2 (return code 2): 12345; {cut}')
+        self.assertExit(0, self.world.main('logs', 1, 'job1'), f'torc: job job1 completed: {cut}')
+        self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 12345; {cut} <==\n1234')
+        self.assertEqual({cut, '12345; ' + cut}, {row['reason'] for row in self.ask_json('results', 'list', 1)['items']})
+
+    def test_a_full_disk_fails_a_job_with_the_reason_and_the_runner_goes_on_when_there_is_room(self):
+        small = self.world.path('small')
+        spec = self.world.write('fill.yaml', '''
+            name: fill
+            jobs:
+              - {name: fill, command: "head -c 900000 /dev/zero; s=$?; touch full; until test -e room; do sleep 0.02; done; exit $s"}
+              - {name: next, command: echo next, depends_on: [fill], cancel_on_blocking_job_failure: false}
+            ''')
+        with small_disk(small, '400k'):
+            runner = self.world.start('run', '-p', 0.2, '-o', small + '/out', spec)
+            self.world.wait(lambda: os.path.exists(self.world.path('full')), 20, 'a full disk', [runner])
+            self.world.write('room', '')
+            self.world.wait(lambda: 'is full; no more jobs are started' in runner.err, 20, 'the runner to see it', [runner])
+            os.truncate(small + '/out/job_stdio/job_wf1_j1_r1_a1.o', 0)
+            self.assertExit(1, runner.finish(), 'fill ended with return code 1', 'can be written to again', '1 completed, 1 failed')
+            self.assertEqual('next\n', read_text(small + '/out/job_stdio/job_wf1_j2_r1_a1.o'))
+        reason, = [row['reason'] for row in self.ask_json('results', 'list', 1)['items'] if row['return_code']]
+        self.assertEqual(f'the disk of the output directory {small}/out is full', reason)
+
+
+# -------- on a cluster: allocations end before their time, nodes and servers die --------
+#
+# What `watch` and the runners do in minutes takes seconds here, and so does what kills them.
+
+CLUSTER_SETUP = '''
+torc.RETRY_MAX_S, torc.MAX_RETRY_PAUSE_S = 2.0, 2.0
+torc.SLURM_LOOK_S, torc.SCHEDULE_RETRY_S = 10.0, 10.0
+'''
+CURES = 'sync-status', 'recover', 'a watch that was running'
+CANCELED, LEFT = r'Slurm job \d+ was canceled by a user or administrator', r'its last runner .* has left'
+LOSSES_OF_ALLOCATIONS = {   # way -> how it is brought about, and what is said of the allocation
+    'scancel of an active allocation': ('cancel', CANCELED),
+    'scancel of a pending allocation': ('cancel', CANCELED + r' \(CANCELLED'),
+    'a runner killed inside its allocation': ('kill_runner', r'Slurm job \d+ ended with .* \(FAILED, exit code 0:9|' + LEFT),
+    'a lost node': ('kill_node', r'Slurm job \d+ lost a node \(NODE_FAIL'),
+    'preemption': ('preempt', r'Slurm job \d+ was preempted by a job of higher priority|' + LEFT)}
+
+
+@slow
+class ClusterFaultTest(SlurmTest):
+    """A workflow on a cluster comes to its end whatever happens to its allocations, each job once."""
+    is_alone = True
+    KILL_S, SERVER_S, NODE_S = 20.0, 60.0, 25.0     # between kills; between those of the server; until a node is back
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.chance = random.Random(f'{FAULTS.seed} {self._testMethodName}')
+        self.traces, self.log = Traces(self.world), []      # type: Any, List[str]
+        self.dead_nodes = {}        # type: Dict[str, float]  # -> when it is started again
+        self.addCleanup(self.revive_nodes, math.inf)
+        self.world.environment['TORC_TEST_SETUP'] = CLUSTER_SETUP
+        self.began, self.port = time.monotonic(), urllib.parse.urlsplit(self.world.serve('--host', '0.0.0.0')).port
+
+    # -------- the workflow --------
+
+    def submit(self, jobs: Sequence[Dict[str, Any]], number: int, *actions: Dict[str, Any], extra: str = '') -> None:
+        """Submit a workflow of such jobs, in so many allocations at first."""
+        schedule = {'action_type': 'schedule_nodes', 'scheduler': 'nodes', 'scheduler_type': 'slurm'}
+        first = {'trigger_type': 'on_workflow_start', 'num_allocations': number}
+        spec = self.traces.spec(
+            [dict(job, resource_requirements='cpu', scheduler='nodes') for job in jobs], compute_node_wait_for_new_jobs_seconds=3,
+            slurm_schedulers=[{'name': 'nodes', 'account': 'wfacct', 'walltime': '00:10:00', 'partition': 'low', 'extra': f'--no-requeue {extra}'}],
+            actions=[dict(schedule, **action) for action in (first, *actions)])
+        self.assertExit(0, self.world.cli('submit', '-p', 1, spec))
+
+    def watch(self) -> Background:
+        """A watch that does what it can."""
+        watch = self.world.start('watch', 1, '--recover', '--retry-unknown', '--auto-schedule', '--auto-schedule-threshold', 1, '-p', 2,
+                                 '--auto-schedule-cooldown', 20, '--auto-schedule-stranded-timeout', 30, '--show-job-counts')
+        self.world.wait(lambda: watch.err, 20, 'its first words', [watch])
+        return watch
+
+    def rows(self, op: str) -> List[Dict[str, Any]]:
+        """All rows of a list operation."""
+        with contextlib.closing(self.world.connect()) as client:
+            return list(client.pages(op, workflow_id=1))
+
+    def situation(self) -> str:
+        """What a developer wants to see."""
+        paths = sorted(glob.glob(glob.escape(self.world.path()) + '/torc_output/*'), key=os.path.getmtime)
+        logs = [f'--- {path}\n{read_text(path)[-2000:]}' for path in paths if path.endswith(('.log', '.o', '.e', '.out'))][-12:]
+        ends = [f"job {row['job_id']} run {row['run_id']} attempt {row['attempt_id']}: {row['status']}, {row.get('reason')}"
+                for row in self.rows('list_results')]
+        said = [str(self.world.cli(*words))[-4000:] for words in (('status', 1), ('explain', 1), ('slurm', 'stats', 1))]
+        return '\n'.join([*self.log, str(self.allocations()), str(self.traces.rows()), *ends, *logs, *said])
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """With all that there is to see, if it fails."""
         try:
-            said = fault.work(world, *size, seed)
-            assert re.search(fault.wanted, said), said
-            world.close()
-        except unittest.SkipTest as reason:
-            how, said = 'skipped', str(reason)
-        except Exception:   # whatever it is: the other faults still have their turn
-            how, said = 'failed', traceback.format_exc()
-        if how != 'passed':
-            with contextlib.suppress(AssertionError):
-                world.close()
-        counts[how] += 1
-        print(f'{how:7} {time.monotonic() - begun:6.1f} s  {title}\n        {said}', flush=True)
-    print(', '.join(f'{counts[how]} {how}' for how in ('passed', 'failed', 'skipped')))
-    return 1 if counts['failed'] else 0
+            yield
+        except AssertionError as error:
+            raise AssertionError(f'{error}\n{self.situation()}') from error
+
+    # -------- ways --------
+
+    def say(self, what: str, where: str) -> None:
+        """Note what happens."""
+        self.log.append(f'{time.monotonic() - self.began:6.1f} s  {what} {where}')
+
+    def cancel(self, allocation: Allocation) -> None:
+        """scancel, by a user."""
+        self.bed.ask('scancel', allocation.id)
+        self.say('scancel', allocation.id)
+
+    def kill_runner(self, allocation: Allocation) -> None:
+        """kill -9 of a runner, or of its keeper, as by the kernel that has no memory left."""
+        found = [pid for pid, words in processes_with(self.world.mark).items() if ' slurm-job-runner ' in words]
+        for pid in self.chance.sample(sorted(found), min(1, len(found))):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.say('kill -9 of a runner', str(pid))
+
+    def kill_node(self, allocation: Allocation) -> None:
+        """A node dies with all that runs there, and comes back after a while."""
+        if allocation.nodes not in self.dead_nodes and len(self.dead_nodes) < 2:
+            self.bed.control('kill-node', allocation.nodes)
+            self.dead_nodes[allocation.nodes] = time.monotonic() + self.NODE_S
+            self.say('kill-node', f'{allocation.nodes} with {allocation.id}')
+
+    def revive_nodes(self, now: float) -> None:
+        """Start nodes again that have been dead for long enough."""
+        for node, at in list(self.dead_nodes.items()):
+            if now >= at:
+                del self.dead_nodes[node]
+                self.bed.control('start-node', node)
+
+    def preempt(self, allocation: Allocation) -> None:
+        """A job of higher priority takes the node."""
+        self.bed.call(['sbatch', '--account=wfacct', '--partition=high', '--cpus-per-task=4', '--time=1', '--output=/dev/null', '--wrap=true',
+                       f'--nodelist={allocation.nodes}'])
+        self.say('preemption', allocation.id)
+
+    # -------- trials --------
+
+    def test_the_jobs_of_a_lost_allocation_run_again(self):
+        """In each way, under one cure each, or all."""
+        pairs = [(way, cure) for place, way in enumerate(LOSSES_OF_ALLOCATIONS) for number, cure in enumerate(CURES)
+                 if FAULTS.is_long or (place + FAULTS.seed) % 3 == number]
+        for number, (way, cure) in enumerate(pairs):
+            with self.subTest(way, cure=cure):
+                if number:
+                    self.doCleanups()
+                    self.setUp()
+                with self.explained():
+                    self.lose(way, cure)
+
+    def lose(self, way: str, cure: str) -> None:
+        """One trial."""
+        end, reason = LOSSES_OF_ALLOCATIONS[way]
+        is_pending, is_watched = 'pending' in way, cure == CURES[2]
+        jobs = [self.traces.job('until test -e go; do sleep 0.2; done')] * 3 + [self.traces.job('true', depends_on=['j1', 'j2', 'j3'])]
+        self.submit(jobs, 1, extra='--begin=now+1hour' if is_pending else '')
+        if not is_pending:
+            self.world.wait(lambda: self.traces.count('begin') == 3, 60, 'the jobs')
+            self.world.wait(lambda: sum(row['status'] == 'running' for row in self.rows('list_jobs')) == 3, 20, 'the first turn')
+        watch = self.watch() if is_watched else None
+        lost, = self.live_allocations()
+        getattr(self, end)(lost)
+        self.wait_slurm(lambda: lost.id not in [row.id for row in self.live_allocations()], 90, 'the end of the allocation')
+        self.world.wait(lambda: not [words for words in processes_with(self.world.mark).values() if 'test -e go' in words] or is_watched,
+                        30, 'the end of its jobs')
+        self.revive_nodes(math.inf)
+        self.world.write('go', '')
+        if watch:
+            self.assertExit(0, watch.finish(280))
+        else:
+            self.call_cure(cure)
+        self.assertEqual(set(), self.traces.check(len(jobs)))
+        self.assertRegex(min(self.rows('list_scheduled_compute_nodes'), key=operator.itemgetter('id'))['reason'], '^' + reason)
+        self.wait_slurm(lambda: not self.live_allocations(), 60, 'the end of all allocations')
+
+    def call_cure(self, cure: str) -> None:
+        """As a user would, again and again until it has found what was lost."""
+        if cure == CURES[0]:
+            def sync() -> bool:
+                self.assertExit(0, self.world.cli('workflows', 'sync-status', 1))
+                return {row['status'] for row in self.rows('list_scheduled_compute_nodes')} <= {'complete', 'canceled'}
+            self.world.wait(sync, 120, 'the knowledge that it has ended')
+            self.assertNotIn('running', {row['status'] for row in self.rows('list_jobs')})
+        self.world.wait(lambda: self.world.cli('recover', 1, '--no-prompts', '--retry-unknown', '--partition', 'main').code == 0, 120, 'its recovery')
+        self.world.wait(lambda: {row['status'] for row in self.rows('list_jobs')} == {'completed'}, 120, 'its completion')
+
+    def test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies(self):
+        """A night: allocations, runners, nodes and the server die, and one `watch` keeps the workflow going."""
+        count, work_s, limit_s = size(24, 200), size(4, 15), size(280, 1800)
+        half, third = count // 2, count // 2 + count * 3 // 10
+        jobs = [self.traces.job(f'sleep {work_s}', depends_on=[f'j{place - half}'] if half < place <= third else [],
+                                depends_on_regexes=['^second'] if place > third else [], **({'name': f'second_{place}'} if half < place <= third else {}))
+                for place in range(1, count + 1)]
+        self.submit(jobs, 4, {'trigger_type': 'on_jobs_ready', 'jobs': [f'j{count}'], 'num_allocations': 2})
+        watch, kill_at, server_at, server_back = self.watch(), self.began + self.KILL_S, self.began + self.SERVER_S, math.inf
+        with self.explained():
+            while not watch.has_ended():
+                now = time.monotonic()
+                self.assertLess(now, self.began + limit_s, 'it is not complete')
+                self.revive_nodes(now)
+                running = self.allocations('RUNNING') if now >= kill_at else []
+                if now >= kill_at:
+                    kill_at = now + self.KILL_S * self.chance.uniform(0.5, 1.5)     # else a last job might never end
+                if running:
+                    getattr(self, self.chance.choice(['cancel', 'preempt', 'kill_runner', 'kill_node']))(self.chance.choice(running))
+                if now >= server_at:
+                    server_at, server_back = math.inf, now + self.chance.uniform(0.5, 6)
+                    self.world.server.kill()
+                    self.say('kill -9 of the server', '')
+                if now >= server_back:
+                    server_at, server_back = now + self.SERVER_S, math.inf
+                    self.world.serve('--host', '0.0.0.0', '--port', self.port)
+                select.select([], [], [], 0.3)
+            if server_back < math.inf:
+                self.world.serve('--host', '0.0.0.0', '--port', self.port)
+            self.assertExit(0, watch.finish())
+            twice = self.traces.check(count)
+        if FAULTS.is_long:
+            print(*self.log, f'{count} jobs in {time.monotonic() - self.began:.0f} s, {len(self.rows("list_scheduled_compute_nodes"))} allocations, '
+                  f'{len(self.traces.rows())} attempts began, {len(twice)} jobs had ended unseen and ran again', sep='\n', flush=True)
 
 
 # ======== Laws: what must hold for the whole file, whoever changes it ========
@@ -27047,11 +26153,8 @@ PAUSES = {
     'CrowdTest.test_a_hundred_runners_that_wait_cost_next_to_nothing': 'is measured so long',
     'CrowdTest.test_six_hundred_runners_that_poll_are_served_beside_two_hundred_half_requests.poll': 'between two requests',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
-    'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',
-    'AwayTrial.stop': 'longer than a lease, and wakes up after another one',
-    'kill_under_clerks': 'dies at a moment that chance decides',
-    'kill_offline_runners': 'dies at a moment that chance decides',
-    'Night.carry_out': 'until the next kill, or the end',
+    'FaultTest.pause': 'until a moment that chance decides', 'FaultTest.be_away': 'longer than a lease',
+    'ClusterFaultTest.test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies': 'until the next kill, or the end',
 }
 
 # Words that belong to no file of this project: where it is made, and by whose tools. Split, so that this list is not found.
@@ -28945,14 +28048,14 @@ def line_of(case: type, name: str) -> int:
     return inspect.unwrap(getattr(case, name)).__code__.co_firstlineno
 
 
-def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[str], is_verbose: bool) -> int:
+def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[str], is_verbose: bool, limit_s: float) -> int:
     """Run, report, count. 1 if anything failed."""
     warnings.simplefilter('error', ResourceWarning)
     # the watchdog of faulthandler is a thread, and holds no lock
     warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begun, score = time.monotonic(), Score(len(suites), is_verbose)
-    run_in_workers(suites, jobs, required, score)
+    run_in_workers(suites, jobs, required, score, limit_s)
     passed, skipped = score.counts['ok'], score.counts['skipped']
     print()
     for title, texts in score.failed.items():
@@ -28982,7 +28085,7 @@ def main(argv: Sequence[str]) -> int:
                         help='so many processes at a time (default: one a core and one more, at most 8)')
     parser.add_argument('--shuffle', type=int, metavar='SEED', help='classes in another order, since each is to need no other')
     parser.add_argument('--python', metavar='PATH', help='another interpreter (bench: beside this one)')
-    parser.add_argument('--quick', action='store_true', help='bench, faults: small sizes')
+    parser.add_argument('--quick', action='store_true', help='bench: small sizes')
     parser.add_argument('--seed', type=int, help='faults: the moments of the kills')
     options = parser.parse_args(argv)
     prepare_process()
@@ -28992,14 +28095,17 @@ def main(argv: Sequence[str]) -> int:
         words = [word for word in argv if word not in ('--python', options.python, f'--python={options.python}')]
         return subprocess.call([options.python, os.path.abspath(__file__)] + words)
     if options.patterns[:1] == ['faults']:
-        return run_faults(options.quick, options.seed, options.patterns[1:])
+        FAULTS.is_long, FAULTS.seed = True, random.randrange(10 ** 9) if options.seed is None else options.seed
+        print(f'seed {FAULTS.seed}: repeat with --seed {FAULTS.seed}')
+        options.patterns = ['FaultTest.*' + part.replace(' ', '_') for part in options.patterns[1:] or ['']]
+        options.verbose, options.jobs = True, 1
     if options.patterns == ['readme']:
         return write_readme()
     suites, required = chosen_tests(options.patterns, options.all), [group for group in options.require.split(',') if group]
     if options.shuffle is not None:
         random.Random(options.shuffle).shuffle(suites)
     stub_path()     # once, for all workers
-    return run_tests(suites, max(1, options.jobs), required, options.verbose)
+    return run_tests(suites, max(1, options.jobs), required, options.verbose, 7200 if FAULTS.is_long else TEST_LIMIT_S)
 
 
 if __name__ == '__main__':
