@@ -649,7 +649,8 @@ def parse_duration(text: str, unit_s: int = 0) -> float:
     what may be hours and minutes or minutes and seconds.
     """
     word = text.strip().upper()
-    torc, span, clock = (form.match(word) for form in (TORC_DURATION, SPAN_TEXT, WALLTIME_TEXT))
+    torc = TORC_DURATION.match(word)
+    span, clock = (not torc and form.match(word) for form in (SPAN_TEXT, WALLTIME_TEXT))
     if unit_s and PLAIN_NUMBER.match(word):
         value_s = float(word) * unit_s
     elif torc:
@@ -14400,7 +14401,7 @@ def open_listener(host: str, port: int, needs_token: bool) -> socket.socket:
     if not 0 <= port <= 65535:
         raise BadInput(f'there is no port {port}: --port takes 1 to 65535, or 0 for any free one')
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host.encode(), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise BadInput(f'there is no address {host!r} to listen at: {error}; '
                        '--host takes a name or address of this machine') from None
@@ -14821,7 +14822,8 @@ class HttpConnection:
         self.is_closed = False
         self.is_waiting = False     # a request is out whose answer has not been read
         self.signer = None          # type: Optional[Signer]  # signs requests, and checks answers
-        self.socket = socket.create_connection((address.host, address.port), limit_s)
+        # a host in bytes needs no IDNA, which would take 2 ms to load
+        self.socket = socket.create_connection((address.host.encode(), address.port), limit_s)
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.socket.settimeout(CONNECT_DEADLINE_S)
@@ -17080,7 +17082,7 @@ SLURM_PROGRAMS = ('sbatch', 'srun', 'squeue', 'sstat', 'sacct', 'scancel', 'sinf
 # is given up by them after 9 to 18 s (22.05).
 SLURM_QUERY_S = 60.0
 # Settings of users, and of a job around us, that change what these programs do or print.
-SLURM_SETTINGS = re.compile(r'(?:SBATCH|SQUEUE|SACCT|SSTAT|SINFO|SCANCEL|SALLOC|SRUN|SLURM|SLURMD)_')
+SLURM_SETTINGS = Expression(r'(?:SBATCH|SQUEUE|SACCT|SSTAT|SINFO|SCANCEL|SALLOC|SRUN|SLURM|SLURMD)_')
 KEPT_SETTINGS = frozenset(('SLURM_CONF', 'SLURM_CONF_SERVER', 'SLURM_JWT'))     # how Slurm is reached
 
 
@@ -17136,10 +17138,10 @@ def explain_reply(reply: Reply) -> str:
 
 # -------- what they print --------
 
-SLURM_SIZE = re.compile(r'([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([KMGTPE]?)[Bcn]?\Z', re.IGNORECASE)
-SLURM_CPU_TIME = re.compile(r'(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]*)?)\Z')
-SLURM_NUMBER = re.compile(r'[0-9]{1,18}\Z')     # str.isdigit() takes superscripts, too
-SLURM_INSTANT = re.compile(r'[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\Z')
+SLURM_SIZE = Expression(r'([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([KMGTPE]?)[Bcn]?\Z', re.IGNORECASE)
+SLURM_CPU_TIME = Expression(r'(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]*)?)\Z')
+SLURM_NUMBER = Expression(r'[0-9]{1,18}\Z')     # str.isdigit() takes superscripts, too
+SLURM_INSTANT = Expression(r'[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\Z')
 MAX_LISTED_NODES = 100000       # of one list: a range is a few characters
 
 
@@ -17176,7 +17178,7 @@ def parse_slurm_instant(text: str) -> Optional[float]:
         return None
 
 
-NODE_WORD = re.compile(r'(?:[^,[]|\[[^]]*\]?)+')   # commas outside of brackets separate
+NODE_WORD = Expression(r'(?:[^,[]|\[[^]]*\]?)+')   # commas outside of brackets separate
 
 
 def expand_node_word(word: str) -> Iterator[str]:
@@ -21995,16 +21997,16 @@ class Accounting(Part):
 # cannot be asked, what the environment says counts.
 
 FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
-COUNTS_PER_NODE = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
-SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
-GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
-GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
+COUNTS_PER_NODE = Expression(r'([0-9]+)(?:\(x([0-9]+)\))?')
+SLURM_FACT = Expression(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
+GRANTED = Expression(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
+GRANTED_GPUS = Expression(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
 LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 END_LOOKS_S, END_PAUSE_S = 3.0, 0.3     # of looks at how it has ended: KillWait (30 s) goes on meanwhile
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
 DOUBT_S = 5.0               # ... when steps cannot be started
-SLURMSTEPD = re.compile(rb'slurmstepd: \[[0-9]+\.([^\]\0]+)\]')
+SLURMSTEPD = Expression(rb'slurmstepd: \[[0-9]+\.([^\]\0]+)\]')
 
 
 class Allocation:
@@ -24097,7 +24099,7 @@ ANSWER_MARK = 'torc-answer:'
 SSH_OPTIONS = ('-T', '-o', 'BatchMode=yes', '-o', 'ConnectTimeout=30', '-o', 'ServerAliveInterval=15')  # x 3
 NO_FORWARDS = ('-o', 'ClearAllForwardings=yes')     # those of the user's configuration
 TUNNEL_OPTIONS = ('-o', 'ExitOnForwardFailure=yes', '-o', 'LogLevel=INFO', '-o', 'ControlPath=none', '-R')
-ALLOCATED_PORT = re.compile(rb'Allocated port ([0-9]+) for remote forward')     # said for -R 0:HOST:PORT
+ALLOCATED_PORT = Expression(rb'Allocated port ([0-9]+) for remote forward')     # said for -R 0:HOST:PORT
 SSH_LIMIT_S = 300.0         # for an order: a slow line takes its time for the file
 SSH_ERROR = 255             # the exit code of ssh where not the command failed (ssh(1))
 START_LIMIT_S = 30.0        # for a worker to reach the server; it goes on afterwards
@@ -24715,7 +24717,7 @@ def printable_in_colour(text: str, style: Style) -> str:
     return unprintable.sub(lambda match: printable(match.group()), text)
 
 
-PINNED_PROGRAM = re.compile(r'(?:.*/)?torc-[0-9a-f]{12}/bin/torc\Z')
+PINNED_PROGRAM = Expression(r'(?:.*/)?torc-[0-9a-f]{12}/bin/torc\Z')
 
 
 def program_name() -> str:
@@ -33622,6 +33624,8 @@ def logging_at_level(parsed: Parsed) -> Iterator[None]:
 
 def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None) -> int:
     """Carry out a command line (default: this program's) and return its exit code."""
+    if argv is None and hasattr(gc, 'freeze'):      # since 3.7: else it looks at all this again at the end
+        gc.freeze()
     # A stream that was closed before the start is None.
     out, err, stdin = (stream or open(os.devnull, mode) for stream,
                        mode in ((out or sys.stdout, 'w'), (err or sys.stderr, 'w'), (sys.stdin, 'r')))
@@ -33630,6 +33634,7 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
         parsed = parse_command_line(sys.argv[1:] if argv is None else argv)
         session.options = parsed.options
         if argv is None and parsed.command is not None and parsed.command.name in RUNNER_COMMANDS:
+            importlib.import_module('http.client')      # here, once: the runner and its server need it
             session.keeper = keep(KEEPER_CALLS)
         with logging_at_level(parsed), logging_with(logging.StreamHandler(err), LogLines()):
             code = run_command(parsed, session)
