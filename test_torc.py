@@ -12148,20 +12148,14 @@ class UsageTest(ProcTest):
 class OomCounterTest(ProcTest):
     """Where the kernel counts what it has killed for lack of memory."""
 
-    def find(self, cgroup: str, *mounts: str) -> str:
-        """The file, below the root."""
-        self.proc.write('proc/self/cgroup', cgroup)
-        self.proc.write('proc/self/mountinfo', ''.join(f'25 1 0:1 {mount}\n' for mount in mounts))
-        return torc.find_oom_file(self.proc.root)[len(self.proc.root):]
-
     def test_the_file_is_that_of_our_control_group(self):
-        two, one, nameless = '/ /cg rw - cgroup2 cgroup2 rw', '/ /mem rw - cgroup cgroup rw,memory', '/ /tmp rw - tmpfs  rw'
-        self.assertEqual('', self.find('0::/a/b\n', nameless, two))
-        for name in ('cg/a/memory.events', 'mem/job/memory.oom_control', 'in/job/memory.events'):
-            self.proc.write(name, '')
-        self.assertEqual('/cg/a/memory.events', self.find('0::/a/b\n', nameless, two))
-        self.assertEqual('/mem/job/memory.oom_control', self.find('4:memory:/job\n1:cpu:/x\n0::/\n', two, one))
-        self.assertEqual('/in/job/memory.events', self.find('0::/docker/x/job\n', '/docker/x /in rw - cgroup2 cgroup2 rw'), 'in a container')
+        self.proc.write('proc/self/cgroup', '4:memory:/job\n0::/a/b\n')
+        for mount, name in (('/cg rw - cgroup2 cgroup2 rw', 'cg/a/memory.events'),
+                            ('/mem rw - cgroup cgroup rw,memory', 'mem/job/memory.oom_control')):
+            nameless = '24 1 0:1 / /tmp rw - tmpfs  rw\n'
+            self.proc.write('proc/self/mountinfo', f'{nameless}25 1 0:1 / {mount}\n')
+            self.assertEqual('', torc.find_oom_file(self.proc.root))
+            self.assertEqual(self.proc.write(name, ''), torc.find_oom_file(self.proc.root))
 
     def test_each_kill_explains_one_end_that_comes_soon(self):
         counter = torc.OomCounter(self.proc.write('memory.events', 'oom 3\noom_kill 1\noom_group_kill 0\n'))
@@ -12217,13 +12211,6 @@ while True:
     'a stopped process': '(setsid sh -c "kill -STOP \\$\\$; sleep 1000 NASTY" &) ; ',
     'a group of its own': 'set -m; sh -c "trap \'\' TERM; while :; do sleep 0.05; done" NASTY & set +m; ',
     'open output': '(setsid sh -c "while :; do echo x; sleep 0.01; done" NASTY &) ; ',
-    # Its first thread ends, and another goes on.
-    'a headless process': PYTHON + """ -Sc '
-import ctypes, os, signal, threading, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.setsid()
-threading.Thread(target=time.sleep, args=(1000,)).start()
-ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)' NASTY & """,
     # At each moment one process lives, in a session of its own, and not for long.
     'a chain of short lives': PYTHON + """ -Sc '
 import os, signal, time
@@ -12329,16 +12316,11 @@ class LauncherTest(WorldTest):
             self.world.wait(lambda: not torc.read_process_start_ticks(self.pid_in(name)), 10, f'the end of {name}')
 
     def test_a_command_gets_its_environment_and_its_exit_code_is_told(self):
-        process = self.start('echo "$GREETING"; echo oops >&2; exit 7', GREETING="it's $HOME")
-        end = self.end_of(process)
+        end = self.end_of(self.start('echo "$GREETING"; echo oops >&2; exit 7', GREETING="it's $HOME"))
         self.assertEqual((7, 0), (end.return_code, end.signal_number))
         self.assertEqual(("it's $HOME\n", 'oops\n'), (self.world.read('out'), self.world.read('err')))
-
-    def test_a_signal_is_told_as_128_plus_its_number(self):
-        self.assertEqual(128 + 9, self.end_of(self.start('kill -KILL $$')).return_code)
-
-    def test_an_unknown_command_ends_with_127_and_says_so(self):
-        self.assertEqual(127, self.end_of(self.start('no-such-command-here')).return_code)
+        for command, code in (('kill -KILL $$', 128 + 9), ('no-such-command-here', 127)):
+            self.assertEqual(code, self.end_of(self.start(command)).return_code)
         self.assertIn('no-such-command-here', self.world.read('err'))
 
     def test_a_job_is_a_session_of_its_own_without_input_and_with_default_signals(self):
@@ -12373,12 +12355,14 @@ class LauncherTest(WorldTest):
         self.assertEqual(pid, session)
 
     def ask(self, *argv: str, limit_s: float = 20) -> Any:
-        """What another program answers."""
-        replies = []    # type: List[Any]
+        """What another program answers while a job runs."""
+        job, replies = self.start('exec sleep 1000'), []    # type: Any, List[Any]
         self.launcher.query(argv, limit_s, replies.append)
         self.assertEqual([], replies, 'no reply before the loop acts')
         self.world.wait(lambda: self.launcher.act(time.monotonic()) or replies, 20, 'a reply')
-        self.assertEqual((1, {}, []), (len(replies), self.launcher.children, self.launcher.queries))
+        self.assertEqual((1, [job], []), (len(replies), list(self.launcher.children), self.launcher.queries))
+        self.launcher.kill([job])
+        self.end_of(job)
         return replies[0]
 
     def test_another_program_answers_or_its_absence_does(self):
@@ -12396,19 +12380,6 @@ class LauncherTest(WorldTest):
         self.assertEqual((124, '', 'sh: no answer within 0.5 s'), tuple(reply))
         self.assertGone('a', 'b')
 
-    def test_a_query_is_no_job_and_answers_while_jobs_run(self):
-        job = self.start('exec sleep 1000')
-        replies = []    # type: List[Any]
-        self.launcher.query(['sh', '-c', 'exec sleep 1000'], 0.2, replies.append)
-        self.assertEqual([job], list(self.launcher.children))
-        self.world.wait(lambda: self.launcher.kill_due() or self.launcher.act(time.monotonic()) or replies, 10, 'a reply')
-        self.assertEqual(([124], None), ([reply.code for reply in replies], job.end))
-
-    def test_a_daemon_in_a_session_of_its_own_does_not_outlive_its_job(self):
-        self.end_of(self.start("setsid sh -c 'echo $$ > a; sleep 1000 & echo $! > b; wait' & until test -s b; do sleep 0.01; done"))
-        self.assertFalse(torc.read_process_start_ticks(self.pid_in('a')))
-        self.assertFalse(torc.read_process_start_ticks(self.pid_in('b')))
-
     def test_the_end_of_one_job_leaves_the_daemons_of_another_alone(self):
         other = self.start("setsid sh -c 'echo $$ > a; exec sleep 1000' & sleep 1000", '2-1')
         daemon = self.pid_in('a')
@@ -12417,26 +12388,6 @@ class LauncherTest(WorldTest):
         self.launcher.stop([other], signal.SIGTERM, 5)
         self.assertEqual(143, self.end_of(other).return_code)
         self.assertFalse(torc.read_process_start_ticks(daemon))
-
-    def test_a_stopped_job_may_clean_up_and_exit_as_it_likes(self):
-        process = self.start("trap 'echo saved; exit 42' TERM; echo > ready; while :; do sleep 0.05; done")
-        self.world.wait(lambda: os.path.exists(self.world.path('ready')), 10, 'the trap')
-        self.launcher.stop([process], signal.SIGTERM, 20)
-        self.assertEqual((42, 0), self.end_of(process)[:2])
-        self.assertEqual('saved\n', self.world.read('out'))
-
-    def test_a_frozen_job_is_continued_so_that_it_can_end(self):
-        process = self.start('kill -STOP $$; sleep 60')
-        self.world.wait(lambda: ') T ' in read_text(f'/proc/{process.pid}/stat'), 10, 'the job to be frozen')
-        self.launcher.stop([process], signal.SIGTERM, 20)
-        self.assertEqual(143, self.end_of(process).return_code)
-
-    def test_a_job_that_ignores_the_signal_is_killed_when_its_time_is_over(self):
-        process = self.start("trap '' TERM; echo > ready; while :; do sleep 0.05; done")
-        self.world.wait(lambda: os.path.exists(self.world.path('ready')), 10, 'the trap')
-        self.launcher.stop([process], signal.SIGTERM, 0.2)
-        self.assertLessEqual(self.launcher.due(), time.monotonic() + 0.2)
-        self.assertEqual(137, self.end_of(process).return_code)
 
     # Counts the signals that it gets, until it is killed or `enough` is there. Its sleep gets them, too, and may be the
     # last that it runs.
@@ -12491,34 +12442,16 @@ class LauncherTest(WorldTest):
 
     # -------- what SIGKILL does not end --------
 
-    def test_what_sigkill_does_not_end_is_named_and_held_until_it_has_ended(self):
-        job = self.start('echo $$ > a; exec sleep 1000')
-        self.pid_in('a')
-        with unittest.mock.patch.object(torc, 'UNKILLABLE_S', 0.2):
-            wake = freeze(self, job.pid)
-            self.launcher.kill([job])
-            self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
-            self.assertEqual((None, [job], 'killed'), (job.end, list(self.launcher.children), job.state))
-            wake()
-            self.world.wait(lambda: self.turn() and not self.launcher.children, 10, 'its end')
-        self.assertEqual((137, []), (job.end.return_code, self.launcher.unkillable))
-
-    def turn(self) -> bool:
-        """One turn of a loop, with the calls of what has ended."""
-        self.launcher.kill_due()
-        self.launcher.act(time.monotonic())
-        return True
-
     def test_a_leftover_that_sigkill_does_not_end_is_held_too_until_the_launcher_gives_up(self):
         job = self.start('setsid sh -c "echo \\$\\$ > a; exec sleep 1000" & until test -s a; do sleep 0.01; done; until test -e go; do sleep 0.01; done')
         pid = self.pid_in('a')
         with unittest.mock.patch.multiple(torc, UNKILLABLE_S=0.2, LEFTOVER_TERM_S=0.1):
             wake = freeze(self, pid)
             self.world.write('go', '')
-            self.world.wait(lambda: self.turn() and self.launcher.unkillable, 10, 'a word')
+            self.world.wait(lambda: self.look() and self.launcher.unkillable, 10, 'its kill')
             self.assertEqual((0, [job]), (job.end.return_code, list(self.launcher.children)))
             self.launcher.gives_up = True
-            self.world.wait(lambda: self.turn() and not self.launcher.children, 10, 'its end')
+            self.world.wait(lambda: self.look() and not self.launcher.children, 10, 'its end')
             wake()
         self.assertGone('a')
 
@@ -12526,12 +12459,8 @@ class LauncherTest(WorldTest):
         self.start("(env -i setsid sh -c 'echo $$ > a; exec sleep 1000' &) ; echo $$ > b; exec sleep 1000")
         self.pid_in('a'), self.pid_in('b')
         self.launcher.close()
-        self.addCleanup(self.revive)
+        self.addCleanup(self.launcher.__init__)     # it is closed again
         self.assertGone('a', 'b')
-
-    def revive(self) -> None:
-        """A fresh launcher for tearDown to close."""
-        self.launcher.__init__()
 
     def test_peak_memory_is_told_where_it_is_known(self):
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024     # what a child's figure begins with
@@ -12547,45 +12476,43 @@ def runner_of(keeper: int) -> int:
     return next((pid for pid in torc.read_children(keeper) if torc.session_of(pid) == pid), 0)
 
 
-WAYS = ('its job ends', 'its job is stopped', 'the runner is killed', 'the keeper is killed', 'their group is killed', 'the terminal goes away')
+WAYS = {    # in which a run ends: of its keeper, and its terminal
+    'its job ends': lambda keeper, terminal: keeper.wait(60),
+    'its job is stopped': lambda keeper, terminal: keeper.terminate(),
+    'the runner is killed': lambda keeper, terminal: os.kill(runner_of(keeper.pid), signal.SIGKILL),
+    'the keeper is killed': lambda keeper, terminal: keeper.kill(),
+    'their group is killed': lambda keeper, terminal: os.killpg(keeper.pid, signal.SIGKILL),
+    'the terminal goes away': lambda keeper, terminal: terminal.close(),
+}
 
 
 def leave_nothing(world: World, way: str, number: int) -> float:
     """A run whose jobs leave all of NASTY behind ends in one of WAYS; after how long nothing of that lived."""
-    word, folders = f'{world.mark}-{number}', []     # type: str, List[str]
+    word, jobs = f'{world.mark}-{number}', []     # type: str, List[Dict[str, str]]
     os.chmod(world.root, 0o755)
-    kinds = [kind for kind in NASTY if kind != 'a fork bomb' or os.getuid() == 0]
-    for kind in kinds:
-        folders.append(world.path(f'{number} {way} {kind}'))
-        os.mkdir(folders[-1])
-        os.chmod(folders[-1], 0o777)
-    rest = 'sleep 0.1' if way == WAYS[0] else 'exec sleep 1000'
-    jobs = [{'name': kind, 'command': f'cd {shlex.quote(folder)}; {NASTY[kind]} touch ready; {rest}'.replace('NASTY', word)}
-            for kind, folder in zip(kinds, folders)]
+    for kind in NASTY:
+        if kind != 'a fork bomb' or os.getuid() == 0:
+            folder = world.path(f'{number} {way} {kind}')
+            os.mkdir(folder)
+            os.chmod(folder, 0o777)
+            command = f'cd {shlex.quote(folder)}; {NASTY[kind]} touch ready; '.replace('NASTY', word)
+            rest = 'sleep 0.1' if way == 'its job ends' else 'exec sleep 1000'
+            jobs.append({'name': folder, 'command': command + rest})
     spec = world.write(f'{number} {way}.json', json.dumps({'name': 'w', 'jobs': jobs, 'execution_config': {'sigterm_lead_seconds': 1}}))
     argv = world.command(['run', spec, '-q', '--max-parallel-jobs', 64, '-o', f'out {number} {way}', '--db', f'{number} {way}.db'])
     master, slave = os.openpty()
-    process = subprocess.Popen(['setsid', '-c', *argv], cwd=world.directory, env=world.environment, stdin=slave, stdout=slave, stderr=slave)
+    keeper = subprocess.Popen(['setsid', '-c', *argv], cwd=world.directory, env=world.environment,
+                              stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
-    try:
-        world.wait(lambda: all(os.path.exists(f'{folder}/ready') for folder in folders), 60, 'all jobs',
-                   state=lambda: os.read(master, 65536).decode())
-        if way in WAYS[1:5]:
-            runner = runner_of(process.pid)
-            for pid, signalled in ((process.pid, way != WAYS[2]), (runner, way in (WAYS[2],))):
-                if signalled:
-                    (os.killpg if way == WAYS[4] else os.kill)(pid, signal.SIGTERM if way == WAYS[1] else signal.SIGKILL)
-        elif way == WAYS[0]:
-            process.wait(60)
-        else:
-            os.close(master)
+    with os.fdopen(master, 'rb', 0) as terminal:
+        world.wait(lambda: all(os.path.exists(job['name'] + '/ready') for job in jobs), 60, 'all jobs',
+                   state=lambda: terminal.read(65536))
+        WAYS[way](keeper, terminal)
         began = time.monotonic()
         world.wait(lambda: not living(word), 5, f'the end of all, since {way}', state=lambda: living(word))
-        return time.monotonic() - began
-    finally:
-        process.wait(60)
-        if way != WAYS[5]:
-            os.close(master)
+        took_s = time.monotonic() - began
+        keeper.wait(60)
+    return took_s
 
 
 def leave_all_nothing(world: World, rounds: int, seed: int = 0) -> str:
@@ -12733,11 +12660,9 @@ class ErrandTest(unittest.TestCase):
             errand = torc.Errand(work, woken.release)
             self.assertTrue(woken.acquire(timeout=20))
             self.assertEqual((True, *wanted), (errand.look(), errand.result, errand.error))
-
-    def test_a_bug_in_it_is_shown_to_who_looks(self):
-        errand = torc.Errand(lambda: {}['no such key'])
-        errand.wait(20)
-        self.assertRaisesRegex(KeyError, 'no such key', errand.look)
+        errand = torc.Errand(lambda: {}['a bug'], woken.release)
+        self.assertTrue(woken.acquire(timeout=20))
+        self.assertRaisesRegex(KeyError, 'a bug', errand.look)
 
     def test_nobody_waits_for_one_that_hangs_nor_for_room_for_a_thread(self):
         go = threading.Event()
@@ -12750,8 +12675,18 @@ class ErrandTest(unittest.TestCase):
         self.assertEqual((True, "can't start new thread"), (errand.look(), errand.error))
 
 
-class EndTest(unittest.TestCase):
-    """How a process ended, in words."""
+class WordsTest(unittest.TestCase):
+    """What the shell gets, and how a process ended, in words."""
+
+    def test_an_invocation_script_wraps_or_precedes_the_command(self):
+        for script, text in ((None, 'run x'), ('  ', 'run x'), ('time ', 'time run x'),
+                             ('module load a\nexport B=1\n\n', 'module load a\nexport B=1\nrun x')):
+            self.assertEqual(text, torc.compose_command(script, 'run x'))
+
+    def test_gpus_are_shown_under_every_name(self):
+        self.assertEqual({}, torc.gpu_environment(()))
+        names = 'CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'TORC_GPU_VISIBLE_DEVICES'
+        self.assertEqual(dict.fromkeys(names, '2,0'), torc.gpu_environment(('2', '0')))
 
     def test_a_core_dump_is_told_from_the_wait_status(self):
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -12759,40 +12694,18 @@ class EndTest(unittest.TestCase):
                              (signal.SIGSEGV, 'killed by SIGSEGV'), (3 << 8, '')):
             process = torc.Process(1, b'mark')
             process.close(int(status), usage)
-            self.assertEqual(text, torc.explain_end(process.end, None, None))
+            self.assertEqual(text, torc.explain_end(process.end, None, '/no/such/file'))
 
-
-class CommandTextTest(unittest.TestCase):
-    """What the shell gets."""
-
-    def test_an_invocation_script_wraps_or_precedes_the_command(self):
-        for script, text in ((None, 'run x'), ('  ', 'run x'), ('time ', 'time run x'),
-                             ('module load a\nexport B=1\n\n', 'module load a\nexport B=1\nrun x')):
-            with self.subTest(script):
-                self.assertEqual(text, torc.compose_command(script, 'run x'))
-
-    def test_gpus_are_shown_under_every_name(self):
-        self.assertEqual({}, torc.gpu_environment(()))
-        self.assertEqual({'2,0'}, set(torc.gpu_environment(('2', '0')).values()))
-        self.assertIn('CUDA_VISIBLE_DEVICES', torc.gpu_environment(('1',)))
-
-    def test_the_last_line_is_the_last_that_says_something(self):
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(b'first\n10%\r100% done \x1b[0m\n \n\n')
-            file.flush()
-            self.assertEqual('100% done \\x1b[0m', torc.read_last_line(file.name))
-
-    def test_of_a_long_output_only_the_end_is_read(self):
-        with tempfile.NamedTemporaryFile() as file:
-            file.truncate(2 ** 40)      # a hole: to read it all would take hours
-            file.seek(0, os.SEEK_END)
-            file.write(b'x' * 5000)
-            file.flush()
-            self.assertEqual('x' * 300, torc.read_last_line(file.name))
-
-    def test_without_output_there_is_no_last_line(self):
-        self.assertEqual('', torc.read_last_line('/no/such/file'))
-        self.assertEqual('', torc.read_last_line(None))
+    def test_the_last_line_is_the_last_that_says_something_and_no_more_than_the_end_is_read(self):
+        # A hole of a terabyte: to read it all would take hours.
+        for hole, text, wanted in ((0, b'first\n10%\r100% done \x1b[0m\n \n\n', '100% done \\x1b[0m'),
+                                   (2 ** 40, b'x' * 5000, 'x' * 300)):
+            with tempfile.NamedTemporaryFile() as file:
+                file.truncate(hole)
+                file.seek(hole)
+                file.write(text)
+                file.flush()
+                self.assertEqual(wanted, torc.read_last_line(file.name))
 
 
 # ======== 14. Slurm ========
