@@ -16488,6 +16488,16 @@ def find_oom_file(root: str = '') -> str:
     return next(filter(os.path.exists, paths), '')
 
 
+def is_own_group(directory: str) -> bool:
+    """Whether a control group, with those below it, has no processes of others than us and root (sshd(8))."""
+    owners = set()
+    for path, _, _ in os.walk(directory):
+        for pid in read_control_group_value(path, 'cgroup.procs'):
+            with contextlib.suppress(OSError):      # it has ended
+                owners.add(os.stat(f'/proc/{pid}').st_uid)
+    return owners <= {0, os.geteuid()}
+
+
 class OomCounter:
     """What the kernel kills for lack of memory: tells a job's SIGKILL by it from somebody's."""
 
@@ -16508,7 +16518,7 @@ class OomCounter:
 
     def take(self) -> bool:
         """Whether the kernel has killed something of ours lately that explains no end yet; now it does."""
-        is_new = self.read() > self.count
+        is_new = self.read() > self.count and is_own_group(os.path.dirname(self.path))
         self.count += is_new
         return is_new
 
