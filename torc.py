@@ -22135,26 +22135,19 @@ def read_count(*texts: str) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def stated_sizes(environment: Any, num_nodes: int) -> List[NodeSize]:
+def stated_sizes(num_nodes: int) -> List[NodeSize]:
     """What the environment says that a job has of its nodes, which are all taken to be like this one.
 
-    SLURM_MEM_PER_NODE and the like stand there only if the job asked for so much, in megabytes; else, and
-    with 0, the memory is 0: all there is.
+    The memory stands there only if the job asked for so much, in megabytes; else it is 0: all there is.
     """
-    counts = parse_node_counts(environment.get('SLURM_JOB_CPUS_PER_NODE', ''))
-    counts += [counts[-1] if counts else 1] * (num_nodes - len(counts))
-    words = environment.get('SLURM_JOB_GPUS', '').split(',')
-    devices = tuple(word.strip() for word in words if word.strip()) \
-        or tuple(map(str, range(read_count(environment.get('SLURM_GPUS_ON_NODE', '')))))
-    sizes = []
-    for count in counts[:num_nodes]:
-        units = (('NODE', 1), ('CPU', count), ('GPU', len(devices)))
-        stated = [read_count(environment.get('SLURM_MEM_PER_' + name, '')) * unit for name, unit in units]
-        sizes.append(NodeSize(count, next(filter(None, stated), 0) << 20, devices))
-    return sizes
+    counts = parse_node_counts(os.environ.get('SLURM_JOB_CPUS_PER_NODE', '')) or [1]
+    counts += counts[-1:] * (num_nodes - len(counts))
+    memory_mb, each_mb = [read_count(os.environ.get('SLURM_MEM_PER_' + name, '')) for name in ('NODE', 'CPU')]
+    return [NodeSize(count, (memory_mb or each_mb * count) << 20, tuple(named_devices() or ()))
+            for count in counts[:num_nodes]]
 
 
-def is_in_step(environment: Any) -> bool:
+def is_in_step() -> bool:
     """Whether srun(1) has started us; the shells of batch scripts and of salloc(1) are no such steps.
 
     The title of slurmstepd(8) says so, if it can be seen: variables of a step also come along with what is
@@ -22162,16 +22155,16 @@ def is_in_step(environment: Any) -> bool:
     """
     titles = (read_proc_text(f'/proc/{pid}/cmdline') for pid in find_ancestors(os.getpid()))
     found = next(filter(None, map(SLURMSTEPD.match, titles)), None)
-    number = found.group(1).decode() if found else environment.get('SLURM_STEP_ID', '')
+    number = found.group(1).decode() if found else os.environ.get('SLURM_STEP_ID', '')
     return number.isdigit() and int(number) < FIRST_SPECIAL_STEP
 
 
-def share_of_task(whole: NodeSize, environment: Any, node: str) -> NodeSize:
+def share_of_task(whole: NodeSize, node: str) -> NodeSize:
     """What a step that a user has started by hand gives to each of its tasks on this node: CPUs, and of the
     memory that the job has there so much as of its CPUs."""
-    tasks = parse_node_counts(environment.get('SLURM_STEP_TASKS_PER_NODE', ''))
-    places = expand_node_list(environment.get('SLURM_STEP_NODELIST', ''))
-    num_cpus = read_count(environment.get('SLURM_CPUS_ON_NODE', '')) or whole.num_cpus
+    tasks = parse_node_counts(os.environ.get('SLURM_STEP_TASKS_PER_NODE', ''))
+    places = expand_node_list(os.environ.get('SLURM_STEP_NODELIST', ''))
+    num_cpus = read_count(os.environ.get('SLURM_CPUS_ON_NODE', '')) or whole.num_cpus
     num_cpus = max(1, num_cpus // max(1, dict(zip(places, tasks)).get(node, 1)))
     return whole._replace(num_cpus=num_cpus,
                           memory_bytes=whole.memory_bytes * num_cpus // max(whole.num_cpus, num_cpus))
@@ -22180,36 +22173,33 @@ def share_of_task(whole: NodeSize, environment: Any, node: str) -> NodeSize:
 # -------- which job this is --------
 
 
-def find_allocation(ask: Callable[[List[str]], Reply], environment: Any, in_step: bool,
-                    is_subtask: bool) -> Tuple[Optional[Allocation], str]:
+def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
     """The Slurm job around us, and what the user should know of it. None: there is none, or what the
-    environment names is not ours (any more).
-
-    `ask` calls a program of Slurm. `in_step`: srun has started us. `is_subtask`: the script has started one
-    runner on each node.
-    """
+    environment names is not ours (any more)."""
+    environment = os.environ
     job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
     if not job_id.isdigit():
         return None, ''
-    reply = ask(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
+    reply = ask_slurm(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
     line = find_job_line(reply.out, job_id)
     facts, host = read_slurm_facts(line), environment.get('SLURMD_NODENAME', '')
     obstacle = find_job_obstacle(reply, facts, bool(host))
     if obstacle:
         return None, f'SLURM_JOB_ID is {job_id}, but {obstacle}: this runner works as if there were none'
     found = Allocation(job_id)
+    found.record_id = options.record_id
     found.restart_count = read_count(facts.get('Restarts', ''), environment.get('SLURM_RESTART_COUNT', ''))
     found.end_time = parse_slurm_instant(facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', ''))
     found.task_pid = read_count(environment.get('SLURM_TASK_PID', '')) or found.task_pid
     listed = facts.get('NodeList') or environment.get('SLURM_JOB_NODELIST', '')
     found.node_names = expand_node_list(listed) or [host or socket.gethostname()]
-    found.sizes = find_sizes(ask, environment, found.node_names, read_granted_sizes(line))
+    found.sizes = find_sizes(found.node_names, read_granted_sizes(line))
     places = [index for index, name in enumerate(found.node_names) if name in (host, host.partition('.')[0])]
     found.is_on_node, found.node_index = bool(places), sum(places[:1])
-    if places and (is_subtask or in_step):
-        if not is_subtask:
+    if places and (options.is_subtask or is_in_step()):
+        if not options.is_subtask:
             index = found.node_index
-            found.sizes[index] = share_of_task(found.sizes[index], environment, found.node_names[index])
+            found.sizes[index] = share_of_task(found.sizes[index], found.node_names[index])
         found.keep_own_node()
     return found, '' if facts else f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
 
@@ -22228,19 +22218,34 @@ def find_job_obstacle(reply: Reply, facts: Dict[str, str], is_started_by_slurm: 
     return ''
 
 
-def find_sizes(ask: Callable[[List[str]], Reply], environment: Any, names: Sequence[str],
-               granted: Dict[str, NodeSize]) -> List[NodeSize]:
+def find_sizes(names: Sequence[str], granted: Dict[str, NodeSize]) -> List[NodeSize]:
     """What a job has of its nodes. Where it has all memory, Slurm says how much that is, or this node."""
-    sizes = [granted.get(name, size) for name, size in zip(names, stated_sizes(environment, len(names)))]
+    sizes = [granted.get(name, size) for name, size in zip(names, stated_sizes(len(names)))]
     known = {}      # type: Dict[str, int]
     if not all(size.memory_bytes for size in sizes):
-        known = read_listed_memory(ask(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names))).out)
+        reply = ask_slurm(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
+        known = read_listed_memory(reply.out)
     here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     return [size if size.memory_bytes else size._replace(memory_bytes=known.get(name, here))
             for name, size in zip(names, sizes)]
 
 
 # -------- its end --------
+
+
+def find_cancellation(job_id: str) -> str:
+    """Whether somebody has canceled a Slurm job that is ending: one sentence, or ''. Only sacct knows, which
+    learns of a job, and of its end, some moments later."""
+    until = time.monotonic() + END_LOOKS_S
+    argv = slurm_argv('sacct', '-X', '-n', '-P', '-j', job_id, '--format', 'JobID,State')
+    while True:
+        reply = ask_program(argv, LAST_QUERY_S, query_variables())
+        name = parse_slurm_state(dict(read_slurm_rows(reply.out, 2)).get(job_id, ''))
+        if name == 'CANCELLED':
+            return f'Slurm job {job_id} {SLURM_STATES[name].meaning}'
+        if reply.code or name not in ('', 'PENDING', 'RUNNING') or time.monotonic() >= until:
+            return ''
+        time.sleep(END_PAUSE_S)
 
 
 class AllocationWatch(Part):
@@ -22253,10 +22258,9 @@ class AllocationWatch(Part):
     def __init__(self, context: NodeContext, launcher: Launcher) -> None:
         self.context = context
         self.launcher = launcher
-        self.asked_at = time.monotonic()    # as all that follow
-        self.look_at = math.inf             # ... when it ends
-        self.end_look_at = math.inf         # whether it was canceled: while it is ending, only sacct knows
-        self.end_looks_until = math.inf
+        self.asked_at = time.monotonic()
+        self.look_at = math.inf             # monotonic, too
+        self.errand = None                  # type: Optional[Errand]  # was it canceled?
         self.plan()
 
     def plan(self) -> None:
@@ -22268,39 +22272,25 @@ class AllocationWatch(Part):
 
     def look_at_end(self) -> None:
         """SIGTERM has come, perhaps of scancel(1)."""
-        allocation, now = self.context.allocation, time.monotonic()
-        if allocation is not None and now < self.end_looks_until and not allocation.is_in_doubt:
-            self.end_looks_until = min(self.end_looks_until, now + END_LOOKS_S)
-            allocation.is_in_doubt, self.end_look_at, self.look_at = True, now, math.inf
+        allocation = self.context.allocation
+        if allocation is not None and self.errand is None:
+            allocation.is_in_doubt, self.look_at = True, math.inf
+            self.errand = self.launcher.begin(functools.partial(find_cancellation, allocation.job_id))
 
     def due(self) -> float:
         """The next look."""
-        allocation, look_at = self.context.allocation, self.look_at
-        if look_at < math.inf and allocation.refuses_steps:
-            look_at = min(look_at, self.asked_at + DOUBT_S)
-        return min(look_at, self.end_look_at)
+        is_hurried = self.look_at < math.inf and self.context.allocation.refuses_steps
+        return min(self.look_at, self.asked_at + DOUBT_S) if is_hurried else self.look_at
 
     def act(self, now: float) -> None:
         """Ask, if it is time."""
-        if now >= self.end_look_at:
-            self.end_look_at = math.inf
-            argv = slurm_argv('sacct', '-X', '-n', '-P', '-j', self.context.allocation.job_id, '--format',
-                              'JobID,State')
-            self.launcher.query(argv, LAST_QUERY_S, self.on_end, query_variables())
+        allocation = self.context.allocation
+        if self.errand is not None and self.errand.look():
+            allocation.is_in_doubt, allocation.canceled = False, self.errand.result or ''
         if now >= self.due():
-            self.asked_at, self.look_at, self.context.allocation.refuses_steps = now, math.inf, False
-            argv = slurm_argv('scontrol', 'show', 'job', '-o', self.context.allocation.job_id)
+            self.asked_at, self.look_at, allocation.refuses_steps = now, math.inf, False
+            argv = slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id)
             self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
-
-    def on_end(self, reply: Reply) -> None:
-        """sacct has answered, which learns of a job, and of its end, some moments later."""
-        allocation, next_at = self.context.allocation, time.monotonic() + END_PAUSE_S
-        name = parse_slurm_state(dict(read_slurm_rows(reply.out, 2)).get(allocation.job_id, ''))
-        if name == 'CANCELLED':
-            allocation.canceled = f'Slurm job {allocation.job_id} {SLURM_STATES[name].meaning}'
-        allocation.is_in_doubt = not reply.code and name in ('', 'PENDING', 'RUNNING') \
-            and next_at < self.end_looks_until
-        self.end_look_at = next_at if allocation.is_in_doubt else math.inf
 
     def on_reply(self, reply: Reply) -> None:
         """Take a new end in; what cannot be read changes nothing."""
@@ -22311,7 +22301,6 @@ class AllocationWatch(Part):
         is_ending = name == 'COMPLETING' or name in SLURM_STATES and not SLURM_STATES[name].is_live
         if is_unknown_job(reply) or is_again or is_ending:
             allocation.is_over = True
-            self.look_at_end()
             return      # its EndTime would be that of its end
         end_time = parse_slurm_instant(facts.get('EndTime', ''))
         if end_time is not None and abs(end_time - (allocation.end_time or 0)) > 1:
@@ -22344,7 +22333,6 @@ class Wakeup:
 
     def __init__(self, keeper: Optional[Keeper] = None) -> None:
         self.keeper = keeper
-        self.lock = threading.Lock()        # of `writer`
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self.writer, False)
@@ -22359,36 +22347,26 @@ class Wakeup:
         # Launchers such as srun may start us with signals blocked.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.old_handlers)
 
-    @staticmethod
-    def readable(numbers: Sequence[int], timeout_s: float) -> Set[int]:
-        """The descriptors from which something can be read, once there is one or the time is over."""
-        poll = select.poll()    # select() knows no descriptors from 1024 on
-        for number in numbers:
-            poll.register(number, select.POLLIN)
-        return {number for number, _ in poll.poll(math.ceil(timeout_s * 1000))}
-
     def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
         """Wait for a signal, the answer to a request, or the timeout; which signals came.
 
         SIGKILL stands for the death of the keeper.
         """
-        number = -1 if pending is None else pending.fileno()
-        timeout_s = 0 if pending is not None and number < 0 else timeout_s
-        numbers = [self.reader, number] if number >= 0 else [self.reader]
-        found = b''
+        numbers = {self.reader, self.reader if pending is None else pending.fileno()}
+        poll, found = select.poll(), b''    # select() knows no descriptors from 1024 on
+        for number in numbers - {-1}:       # that of an answer which is here
+            poll.register(number, select.POLLIN)
+        poll.poll(0 if -1 in numbers else math.ceil(timeout_s * 1000))
         with contextlib.suppress(BlockingIOError):
-            if self.reader in self.readable(numbers, timeout_s):
-                found = os.read(self.reader, 65536)
+            found = os.read(self.reader, 65536)
         is_lost = self.keeper is not None and self.keeper.is_gone
         told = [number for number in found if number != signal.SIGCONT and number not in self.ignored]
         return told + [signal.SIGKILL] * is_lost
 
-    def wake(self) -> None:
-        """End the wait; another thread may call this."""
-        # BlockingIOError: it ends anyway. Who comes after the end finds no descriptor that became another's.
-        with self.lock, contextlib.suppress(BlockingIOError):
-            if self.writer >= 0:
-                os.write(self.writer, bytes([signal.SIGCHLD]))
+    @staticmethod
+    def wake() -> None:
+        """End the wait; another thread may call this, also when all is over: who waits no more ignores it."""
+        os.kill(os.getpid(), signal.SIGCHLD)
 
     def close(self) -> None:
         """Leave signals as they were."""
@@ -22396,18 +22374,17 @@ class Wakeup:
         for number, handler in self.old_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         os.close(self.reader)
-        with self.lock:
-            os.close(self.writer)
-            self.writer = -1
+        os.close(self.writer)
 
 
 class Shutdown(Part):
     """How this runner leaves: the timeline of the page "Execution Modes", signals, and the reason."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher, scripts: Scripts,
-                 link: ServerLink) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, watch: AllocationWatch,
+                 dispatcher: Dispatcher, scripts: Scripts, link: ServerLink) -> None:
         self.context = context
         self.launcher = launcher
+        self.watch = watch
         self.dispatcher = dispatcher
         self.scripts = scripts
         self.actions = dispatcher.actions
@@ -22454,6 +22431,11 @@ class Shutdown(Part):
         if now >= self.context.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
+        for process in self.launcher.unkillable:    # it keeps its slot
+            attempt = self.dispatcher.attempts.find(process)
+            self.context.say_once(
+                f"{attempt.name if attempt else 'a script'}: {UNKILLABLE_S:g} s after SIGKILL something of it "
+                'lives (uninterruptible sleep); no more jobs are started until that has ended')
 
     def follow_allocation(self) -> None:
         """Take in what was found out of the Slurm job around us: another end, or that it is over."""
@@ -22491,6 +22473,8 @@ class Shutdown(Part):
         keeper was killed."""
         now, name, config = time.monotonic(), signal.Signals(number).name, self.context.config
         is_first = self.interrupted_by is None
+        if number == signal.SIGTERM:
+            self.watch.look_at_end()
         is_last = number == signal.SIGKILL or number == signal.SIGINT and now > self.interrupted_at + PAIR_S
         if is_first:
             self.interrupted_by, self.interrupted_at = number, now
@@ -22530,40 +22514,7 @@ class Shutdown(Part):
         self.scripts.stop(self.context.stop_signal, lead_s)
         log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
 
-
-class UnkillableReport(Part):
-    """Says which jobs live on though they were killed: they keep their slots, and nothing more is started."""
-
-    def __init__(self, context: NodeContext, launcher: Launcher, attempts: Attempts,
-                 link: ServerLink) -> None:
-        self.context = context
-        self.launcher = launcher
-        self.attempts = attempts
-        self.link = link
-        self.reported = set()   # type: Set[Process]
-
-    def act(self, now: float) -> None:
-        """Say what is new."""
-        unkillable, reported = set(self.launcher.unkillable), self.reported
-        for process in unkillable - reported:
-            attempt = self.attempts.find(process)
-            self.context.say(f"{attempt.name if attempt else 'a script'}: {UNKILLABLE_S:g} s after SIGKILL "
-                             'something of it lives (uninterruptible sleep); its slot stays taken, and no '
-                             'more jobs are started, until that has ended', 'warning')
-        if reported and not unkillable:
-            self.context.say('what SIGKILL did not end has ended: jobs are started again')
-            self.link.poll_now()
-        self.reported = unkillable
-
-
-class ExitRules:
-    """When this runner leaves though nobody has asked for it."""
-
-    def __init__(self, context: NodeContext, link: ServerLink, actions: Actions, shutdown: Shutdown) -> None:
-        self.context = context
-        self.link = link
-        self.actions = actions
-        self.shutdown = shutdown
+    # ---- when nobody has asked for it ----
 
     def look(self) -> None:
         """Decide whether it is time to leave."""
@@ -22573,7 +22524,7 @@ class ExitRules:
             return
         if link.answer['is_complete'] and not context.setting('compute_node_ignore_workflow_completion'):
             context.log.write('Workflow complete', workflow_id=context.workflow_id)
-            self.shutdown.leave('complete')
+            self.leave('complete')
         elif not (link.launcher.children or link.has_updates or link.sent_at <= link.pace.ended_at
                   or link.attempts.count('claimed', 'ended', 'recovering')):
             self.look_while_idle()
@@ -22583,7 +22534,7 @@ class ExitRules:
         context = self.context
         if not context.leaving and self.link.answer['is_canceled']:
             context.log.write('Workflow canceled', workflow_id=context.workflow_id)
-            self.shutdown.leave('cancel', context.config['sigterm_lead_seconds'])
+            self.leave('cancel', context.config['sigterm_lead_seconds'])
 
     def patience_s(self) -> float:
         """How long the server may keep a request: without children, until the runner is to leave."""
@@ -22595,7 +22546,7 @@ class ExitRules:
 
     def look_while_idle(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
-        context, link, leave = self.context, self.link, self.shutdown.leave
+        context, link, leave = self.context, self.link, self.leave
         answer, pace = link.answer, link.pace
         limit_s, now = context.setting('compute_node_wait_for_new_jobs_seconds'), time.monotonic()
         is_persistent = context.options.is_persistent
@@ -22608,7 +22559,7 @@ class ExitRules:
         idle_s = now - pace.worked_at
         is_over = bool(limit_s) and idle_s >= limit_s
         if context.end - now < context.least_s:
-            whole = f'its {context.end - self.shutdown.began:.0f} s'
+            whole = f'its {context.end - self.began:.0f} s'
             leave('deadline', words=WAIT_REASONS['late'].format(whole, context.least_s))
         elif context.output.loss:
             if is_over:
@@ -22618,8 +22569,8 @@ class ExitRules:
             leave('stuck', words=WAIT_REASONS['stuck'].format(answer['unfinished']))
         elif is_over and not pending:
             leave('idle')
-            self.shutdown.left_work = f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds)'
-            context.say(f'{self.shutdown.left_work}. Exiting job runner.')
+            self.left_work = f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds)'
+            context.say(f'{self.left_work}. Exiting job runner.')
 
 
 def count_jobs(answer: Dict[str, Any]) -> Dict[str, int]:
@@ -22732,9 +22683,8 @@ class Runner:
         self.actions = Actions(context, scripts, link)
         self.completions = Completions(context, self.policy, starter, measure, scripts, link)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, link, self.actions)
-        self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, link)
-        self.exit_rules = ExitRules(context, link, self.actions, self.shutdown)
-        self.allocation_watch = AllocationWatch(context, launcher)
+        watch = AllocationWatch(context, launcher)
+        self.shutdown = Shutdown(context, launcher, watch, self.dispatcher, scripts, link)
         self.drain = OfflineDrain(context, link)
         self.counts = {}            # type: Dict[str, int]  # what the server has said of all jobs
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
@@ -22744,9 +22694,8 @@ class Runner:
             starter,
             *filter(None, [self.accounting]),
             self.monitor,
-            self.allocation_watch,
+            watch,
             self.shutdown,
-            UnkillableReport(context, launcher, self.attempts, link),
             self.completions,
             self.actions,
             self.dispatcher,
@@ -22774,7 +22723,7 @@ class Runner:
         """Send a request, if it is time; take an answer in, if there is one."""
         link = self.link
         if time.monotonic() >= link.ask_at and link.open():
-            link.send(self.compose(), self.exit_rules.patience_s())
+            link.send(self.compose(), self.shutdown.patience_s())
         answer = link.receive(time.monotonic())
         if answer is not None:
             self.on_answer(answer)
@@ -22810,8 +22759,6 @@ class Runner:
         for number in self.wakeup.wait(wait_s, self.link.pending):
             if number != signal.SIGCHLD:
                 self.shutdown.on_signal(number)
-            if number == signal.SIGTERM:
-                self.allocation_watch.look_at_end()
 
     # ---- life ----
 
@@ -22849,7 +22796,7 @@ class Runner:
         link.poll_now()
         while not (self.has_drained or self.shutdown.is_killed):
             self.turn()
-            self.exit_rules.look_for_cancel()
+            self.shutdown.look_for_cancel()
             if link.num_answers > answers and not (
                     self.actions.queue or link.outbox['action_results']):
                 break
@@ -22862,7 +22809,7 @@ class Runner:
         link.poll_now()
         while not self.has_drained:
             self.turn()
-            self.exit_rules.look()
+            self.shutdown.look()
             is_busy = self.launcher.children or self.actions.queue or self.has_slurm_work
             is_waiting = link.has_updates or self.attempts.count('ended', 'recovering')
             if self.context.leaving and not (is_busy or is_waiting):
@@ -22925,16 +22872,6 @@ class Runner:
         return error
 
 
-def look_for_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
-    """The Slurm job around us, and what the user should know of it."""
-    def ask(argv: List[str]) -> Reply:
-        return ask_program(argv, SLURM_QUERY_S, query_variables())
-    found, notice = find_allocation(ask, os.environ, is_in_step(os.environ), options.is_subtask)
-    if found is not None:
-        found.record_id = options.record_id
-    return found, notice
-
-
 def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
     """Name of the runner's log, as in Torc."""
     if allocation is not None:
@@ -22960,13 +22897,7 @@ def finish_allocation(runner: Runner, client: Any) -> None:
     context, left_s = runner.context, runner.context.end - time.monotonic()
     is_stopped = runner.shutdown.interrupted_by is not None
     limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
-
-    def ask(argv: List[str]) -> Reply:
-        errand = runner.launcher.begin(functools.partial(ask_program, argv, limit_s, query_variables()))
-        while not errand.look():
-            if set(runner.wakeup.wait(limit_s)) - {signal.SIGCHLD}:
-                raise KeyboardInterrupt
-        return errand.result or Reply(REPLY_NOT_STARTED, '', errand.error)
+    ask = functools.partial(ask_slurm, limit_s=limit_s)
     try:
         if is_stopped and not runner.link.answer['is_canceled']:
             note_requeue(context, client, ask)
@@ -22983,25 +22914,22 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
     """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
     output_dir = os.path.abspath(options.output_dir)
-    allocation, notice = look_for_allocation(options)
-    with contextlib.ExitStack() as stack:
-        wakeup = Wakeup(keeper)
-        stack.callback(wakeup.close)
-        launcher = Launcher(wakeup.wake, keeper)
-        stack.callback(launcher.close)
-        name = name_log(workflow, allocation)
-        with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
-            output = OutputDirectory(output_dir)
-            log = RunLog(output, name, options.log_level)
-        stack.callback(log.close)
+    allocation, notice = find_allocation(options)
+    name = name_log(workflow, allocation)
+    with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
+        output = OutputDirectory(output_dir)
+        log = RunLog(output, name, options.log_level)
+    with contextlib.closing(log):
         context = NodeContext(workflow, options, output, log, progress)
         context.allocation = allocation
         if allocation is not None:
             prepare_allocation(client, context)
-        runner = Runner(context, client, launcher, wakeup)
         if notice:
             context.say(notice, 'warning')
-        runner.run()
+        with contextlib.closing(Wakeup(keeper)) as wakeup, \
+                contextlib.closing(Launcher(wakeup.wake, keeper)) as launcher:
+            runner = Runner(context, client, launcher, wakeup)
+            runner.run()
         if context.allocation is not None and runner.link.state != 'offline':
             finish_allocation(runner, client)
         outcome = runner.outcome()
