@@ -22434,8 +22434,8 @@ class Shutdown(Part):
         for process in self.launcher.unkillable:    # it keeps its slot
             attempt = self.dispatcher.attempts.find(process)
             self.context.say_once(
-                f"{attempt.name if attempt else 'a script'}: {UNKILLABLE_S:g} s after SIGKILL something of it "
-                'lives (uninterruptible sleep); no more jobs are started until that has ended')
+                f"{attempt.name if attempt else 'a script'}: {UNKILLABLE_S:g} s after SIGKILL something of "
+                'it lives (uninterruptible sleep); no more jobs are started until that has ended')
 
     def follow_allocation(self) -> None:
         """Take in what was found out of the Slurm job around us: another end, or that it is over."""
