@@ -22183,7 +22183,7 @@ def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
     reply = ask_slurm(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
     line = find_job_line(reply.out, job_id)
     facts, host = read_slurm_facts(line), environment.get('SLURMD_NODENAME', '')
-    obstacle = find_job_obstacle(reply, facts, bool(host))
+    obstacle = find_job_obstacle(reply, facts)
     if obstacle:
         return None, f'SLURM_JOB_ID is {job_id}, but {obstacle}: this runner works as if there were none'
     found = Allocation(job_id)
@@ -22204,18 +22204,12 @@ def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
     return found, '' if facts else f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
 
 
-def find_job_obstacle(reply: Reply, facts: Dict[str, str], is_started_by_slurm: bool) -> str:
+def find_job_obstacle(reply: Reply, facts: Dict[str, str]) -> str:
     """Why a job is none that we may use; '' if it is, or nothing can be known."""
     if is_unknown_job(reply) or reply.code == 0 and not facts:
         return 'Slurm knows no such job (any more)'
     state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
-    if state is not None and not state.is_live:
-        return f'that job {state.meaning}'
-    user = re.search(r'\(([0-9]+)\)', facts.get('UserId', ''))
-    # Inside a container, ids may be others.
-    if user and int(user.group(1)) != os.getuid() and not is_started_by_slurm:
-        return f"that job is another user's ({facts['UserId']})"
-    return ''
+    return '' if state is None or state.is_live else f'that job {state.meaning}'
 
 
 def find_sizes(names: Sequence[str], granted: Dict[str, NodeSize]) -> List[NodeSize]:
@@ -22412,8 +22406,7 @@ class Shutdown(Part):
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
-        context = self.context
-        return 0.0 if self.gives_up else min(context.stop_at, math.inf if self.is_killed else context.last_at)
+        return min(self.context.stop_at, math.inf if self.is_killed else self.context.last_at)
 
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
@@ -22424,7 +22417,8 @@ class Shutdown(Part):
                              'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
             self.leave('deadline', self.context.end - self.dispatcher.starter.kill_before_s - now)
-        if self.gives_up:
+        if self.link.state == 'offline' and not (self.context.options.drains
+                                                 or self.context.leaving in SIGNAL_REASONS):
             self.context.say('the server is away, and jobs do not go on without it (--no-offline-drain): '
                              f"stopping {self.dispatcher.attempts.count('running')}", 'warning')
             self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
@@ -22447,12 +22441,6 @@ class Shutdown(Part):
         if allocation.is_over and self.interrupted_by is None:     # its signal has not come (yet)
             self.context.say(f'Slurm job {allocation.job_id} is over', 'warning')
             self.on_signal(signal.SIGTERM)
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether jobs are to be stopped since the server is away."""
-        return self.link.state == 'offline' and not (self.context.options.drains
-                                                     or self.context.leaving in SIGNAL_REASONS)
 
     def kill_all(self) -> None:
         """SIGKILL everything that still runs."""
@@ -22686,7 +22674,6 @@ class Runner:
         watch = AllocationWatch(context, launcher)
         self.shutdown = Shutdown(context, launcher, watch, self.dispatcher, scripts, link)
         self.drain = OfflineDrain(context, link)
-        self.counts = {}            # type: Dict[str, int]  # what the server has said of all jobs
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.has_survey = False     # the server has said which jobs will never run here
         self.parts = [              # in the order of a turn; then comes the exchange with the server
@@ -22695,11 +22682,11 @@ class Runner:
             *filter(None, [self.accounting]),
             self.monitor,
             watch,
+            link,
             self.shutdown,
             self.completions,
             self.actions,
             self.dispatcher,
-            link,
             self.drain,
         ]
 
@@ -22714,9 +22701,10 @@ class Runner:
         self.exchange()
         for part in (self.actions, self.dispatcher):    # what an answer brings starts now
             part.act(time.monotonic())
-        if self.counts:
-            running = max(self.counts['running'], self.attempts.count('running'))
-            self.context.progress.on_turn(dict(self.counts, running=running))
+        if self.link.num_answers:
+            counts = count_jobs(self.link.answer)
+            running = max(counts['running'], self.attempts.count('running'))
+            self.context.progress.on_turn(dict(counts, running=running))
         self.context.log.flush()
 
     def exchange(self) -> None:
@@ -22743,7 +22731,6 @@ class Runner:
         self.dispatcher.revoke(answer.get('revoked', ()))   # older servers do not say it
         self.actions.revoke(answer.get('revoked_actions', ()))
         self.has_survey = self.has_survey or self.link.request['survey']
-        self.counts = count_jobs(answer)
         for notice in answer['notices']:
             self.context.say_once(notice)
         self.completions.on_answer(self.link.sent_completions, answer)
