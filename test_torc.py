@@ -19895,6 +19895,14 @@ class SubmitCase(CommandTest):
         """What a killed command had in hand is free."""
         let_go(self.world)
 
+    def killed_at(self, *moments: Tuple[str, int], victim: str = '$PPID') -> Iterator[str]:
+        """Begin anew for each moment at which a program of Slurm's kills the victim: its hook, and so many jobs are in the queue."""
+        for hook, count in moments:
+            self.doCleanups()
+            self.setUp()
+            self.hook(hook, f'[ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {count} ] && kill -9 {victim} && exec sleep 10; true')
+            yield hook
+
 
 class SubmitTest(SubmitCase):
     """submit, schedule-nodes and cancel, on a scripted Slurm."""
@@ -19965,12 +19973,9 @@ class SubmitTest(SubmitCase):
 
     @slow
     def test_a_submitter_that_is_killed_anywhere_loses_nothing_and_doubles_nothing(self):
-        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && exec sleep 10; true'
-        for hook, count, left in (('hook_before', 0, 2), ('hook', 0, 2), ('hook', 1, 1), ('hook_after', 1, 2), ('hook_after', 2, 1)):
-            with self.subTest(hook=hook, count=count):
-                self.doCleanups()
-                self.setUp()
-                self.hook(hook, once.format(count))
+        moments = self.killed_at(('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 1), ('hook_after', 2))
+        for hook, left in zip(moments, (2, 2, 1, 2, 1)):
+            with self.subTest(hook=hook, left=left):
                 self.assertEqual(-signal.SIGKILL, self.world.cli('submit', 'w.yaml').code)
                 self.hook(hook)
                 self.assertEqual(left, [number for number, _ in self.records()].count(0))
@@ -20134,7 +20139,7 @@ class RunnerSubmitTest(SubmitCase):
         actions: [{trigger_type: on_jobs_ready, jobs: [b], action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}]
         """
 
-    def run_it(self, hook: str = '', text: str = '') -> Outcome:
+    def run_it(self) -> Outcome:
         """A runner, until it ends; what a program does first may name the `victim`, its pid."""
         job = self.JOB % ('tester', os.getuid(), time.time() + 3600, 3, 4000)
         self.fakes.write('scontrol', f'[ "$2" = job ] && echo {shlex.quote(job)}; true')
@@ -20146,8 +20151,6 @@ class RunnerSubmitTest(SubmitCase):
         runner = self.world.start('slurm-job-runner', self.world.path('torc_output', 'torc.db'), 1, self.world.path('torc_output'), '--poll-interval',
                                   0.2, env=variables)
         self.hook('victim', str(runner.pid))
-        if hook:
-            self.hook(hook, text)
         self.world.write('go', '')
         return runner.finish(60)
 
@@ -20165,25 +20168,23 @@ class RunnerSubmitTest(SubmitCase):
         self.assertEqual(['completed'], [job['status'] for job in self.json('jobs list 1')['items'] if job['name'] == 'a'])
 
     def test_whatever_is_killed_at_any_moment_the_next_submit_finishes_it(self):
-        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 {} && exec sleep 10; true'
         for victim in ('$PPID', '$(cat "$fake/victim")'):
-            for hook, count in (('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 1), ('hook_after', 2)):
-                with self.subTest(hook=hook, count=count, victim=victim):
-                    self.doCleanups()
-                    self.setUp()
-                    runner = self.run_it(hook, once.format(count, victim))
+            for hook in self.killed_at(('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 1), ('hook_after', 2), victim=victim):
+                with self.subTest(hook=hook, victim=victim):
+                    runner = self.run_it()
                     self.assertEqual(victim == '$PPID', runner.code != -signal.SIGKILL, runner.err)
                     self.world.wait(lambda: not self.world.cli('workflows', 'list').code, 20, 'the database')
                     self.hook(hook)
                     self.assertIn(0, [number for number, _ in self.records()])
-                    let_go(self.world)
+                    self.let_go()
                     self.assertExit(0, self.world.cli('submit', 1))
                     self.assertEqual([(100, 'pending'), (101, 'pending')], sorted(self.records()))
                     self.assertEqual(['1', '2'], sorted(line.rpartition(':')[2] for line in self.queue()))
 
     def test_a_node_where_slurm_takes_nothing_fails_the_action_and_people_submit(self):
         words = 'sbatch: error: Batch job submission failed: Access/permission denied'
-        runner = self.run_it('hook', f'echo "{words}" >&2; exit 1')
+        self.hook('hook', f'echo "{words}" >&2; exit 1')
+        runner = self.run_it()
         self.assertIn('action 1 (on_jobs_ready): its allocations were not submitted: see actions_wf1_r1.log', runner.err)
         self.assertIn(words, self.world.read('torc_output/actions_wf1_r1.log'))
         self.assertEqual(([], 1), (self.records(), len(self.fakes.calls('sbatch'))))
@@ -20710,12 +20711,8 @@ class RegenerateTest(SubmitCase):
 
     @slow
     def test_killed_anywhere_a_second_call_finishes_it_and_doubles_nothing(self):
-        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && exec sleep 10; true'
-        for name, count in (('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 2), ('hook_after', 3)):
-            with self.subTest(name=name, count=count):
-                self.doCleanups()
-                self.setUp()
-                self.hook(name, once.format(count))
+        for name in self.killed_at(('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 2), ('hook_after', 3)):
+            with self.subTest(name=name):
                 words = ('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')
                 self.assertEqual(-signal.SIGKILL, self.world.cli(*words).code)
                 self.hook(name)
