@@ -29486,8 +29486,9 @@ def list_allocations(session: Session, workflow_id: int) -> List[str]:
     return sorted({str(job_id) for job_id in found if job_id}, key=lambda job_id: (len(job_id), job_id))
 
 
-def ask_accounts(session: Session, workflow_id: int, job_ids: Sequence[str]) -> List[JobAccount]:
-    """What sacct says of these allocations, in one call. Refused if it says nothing at all."""
+def ask_accounts(session: Session, workflow_id: int,
+                 job_ids: Sequence[str]) -> Tuple[List[JobAccount], List[str]]:
+    """What sacct says of these allocations, in one call, and errors. Refused if it says nothing at all."""
     since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400    # clocks, and time zones
     found = []
     for start in range(0, len(job_ids), MAX_LISTED_JOBS):
@@ -29496,7 +29497,8 @@ def ask_accounts(session: Session, workflow_id: int, job_ids: Sequence[str]) -> 
             raise Refused(f'the accounting of Slurm cannot be read: {explain_reply(reply)}; `slurm stats '
                           f'{workflow_id}` shows what runners have gathered')
         found += read_job_accounts(reply.out)
-    return found
+    known = {account.job_id for account in found}
+    return found, [f'sacct does not know Slurm job {job_id}' for job_id in job_ids if job_id not in known]
 
 
 def cmd_slurm_stats(session: Session, args: Arguments) -> int:
@@ -29522,11 +29524,9 @@ def cmd_slurm_sacct(session: Session, args: Arguments) -> int:
         session.answer({'workflow_id': workflow_id, 'message': NO_ALLOCATIONS, 'summary': []},
                        f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
         return 0
-    accounts = ask_accounts(session, workflow_id, job_ids)
+    accounts, errors = ask_accounts(session, workflow_id, job_ids)
     with_steps = {account.job_id for account in accounts if account.step}
     shown = [account for account in accounts if account.step or account.job_id not in with_steps]
-    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids
-              if job_id not in {account.job_id for account in accounts}]
     if args['save_json']:
         save_accounts(args['output_dir'], accounts)
     summary = list(map(describe_account, shown))
@@ -29559,14 +29559,12 @@ def cmd_slurm_usage(session: Session, args: Arguments) -> int:
     """The time of nodes and CPUs that a workflow's allocations took, over all their runs."""
     workflow_id = choose_workflow(session, args)
     job_ids = list_allocations(session, workflow_id)
-    accounts = ask_accounts(session, workflow_id, job_ids) if job_ids else []
+    accounts, errors = ask_accounts(session, workflow_id, job_ids) if job_ids else ([], [])
     whole = [account for account in accounts if not account.step]
     node_s = sum(account.elapsed_s * (account.num_nodes or 1) for account in whole)
     cpu_s = sum(account.cpu_s or 0.0 for account in whole)
     nodes = {account.job_id: account.num_nodes or 0 for account in whole
              if expand_node_list(account.node_list)}    # else it never began, and has but asked for nodes
-    known = {account.job_id for account in whole}
-    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids if job_id not in known]
     answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids),
               'total_nodes': sum(nodes.values()), 'total_node_time': format_elapsed(node_s),
               'total_node_time_seconds': round(node_s), 'total_cpu_time': format_elapsed(cpu_s),
@@ -30792,7 +30790,7 @@ class Recovery:
         if not job_ids or not has_slurm_program('sacct'):
             return {}
         try:
-            accounts = ask_accounts(self.session, self.workflow_id, job_ids)
+            accounts, _ = ask_accounts(self.session, self.workflow_id, job_ids)
         except Refused as error:
             self.session.report(f'warning: {error.message}')
             return {}
