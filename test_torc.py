@@ -203,6 +203,29 @@ def read_text(path: str) -> str:
         return ''
 
 
+def ask_sqlite(path: str, statement: str) -> List[Tuple[Any, ...]]:
+    """Rows of a database that nobody has open."""
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(statement).fetchall()
+    finally:
+        connection.close()
+
+
+def resident_kb_of(pid: int) -> int:
+    """Memory that a process holds (proc(5), status)."""
+    return int(re.search(r'VmRSS:\s*(\d+) kB', read_text(f'/proc/{pid}/status')).group(1))
+
+
+def read_bytes(path: str) -> bytes:
+    """Content of a file, b'' if there is none, or no right to it."""
+    try:
+        with open(path, 'rb') as file:
+            return file.read()
+    except OSError:
+        return b''
+
+
 def rows_of(text: str) -> List[Dict[str, str]]:
     """A truth table: an aligned text with a header line -> a dict a line. Two blanks or more end a cell; '-' is ''."""
     lines = [line.strip() for line in textwrap.dedent(text).splitlines() if line.strip() and not line.lstrip().startswith('#')]
@@ -24056,6 +24079,144 @@ class InterruptionTest(ClusterCase):
                           ('hog', 1, 1, 137, 'failed')], self.results(), self.situation())
 
 
+# -------- output directories, whose promises a run keeps --------
+
+
+@slow
+class OutputTest(FlowTest):
+    """An output directory belongs to one database; who else writes to it; what becomes of output when there is no room for it."""
+    SPEC = 'name: w\njobs: [{name: greet, command: "echo from $WHO"}]\n'
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.spec = self.world.write('w.yaml', self.SPEC)
+
+    def run_by(self, database: str, out: str, code: int = 0, *texts: str) -> Outcome:
+        """`run` into a directory; refused ones create nothing."""
+        words = ('--db', f'{database}.db', 'run', '-o', out, self.spec)
+        outcome = self.assertExit(code, self.world.cli(*words, env={'WHO': database}), *texts)
+        self.assertEqual(not code, 'Created' in outcome.err)
+        return outcome
+
+    def test_a_directory_is_that_of_one_database_until_it_is_deleted(self):
+        here, theirs = self.world.path('b.db'), self.world.path('a.db')
+        self.run_by('a', 'out')
+        refusal = f'belongs to another database, {theirs}; this one is {here}: give another directory with -o DIR'
+        self.assertExit(0, self.world.cli('--db', 'b.db', 'create', self.spec))
+        for words in (('run', self.spec), ('run', 1), ('exec', '-c', 'echo from b'), ('logs', 1, 'greet'), ('results', 'list', 1, '--include-logs')):
+            outcome = self.assertExit(4, self.world.cli('--db', 'b.db', *words, '--output-dir', 'out'), refusal)
+            self.assertEqual((False, ''), ('Created' in outcome.err, outcome.out))
+        self.run_by('b', 'of_b')
+        self.assertEqual(['from b\n', 'from a\n'], [self.assertExit(0, self.world.cli('--db', f'{name}.db', 'logs', number, 'greet', '-o', out)).out
+                                                    for name, number, out in (('b', 2, 'of_b'), ('a', 1, 'out'))])
+        os.rename(theirs, self.world.path('moved.db'))      # it has gone with what it knew, or to another place: the next one takes the directory
+        said = f'belonged to the database {theirs}, which no longer exists; it now belongs to {here}\n'
+        self.assertEqual([1, 0], [self.run_by('b', 'out').err.count(said) for _ in range(2)])
+        self.assertEqual('from b\n', self.world.read('out/job_stdio/job_wf3_j3_r1_a1.o'))
+        self.world.write('out/.torc_database', '{')
+        self.run_by('b', 'out', 4, '(damaged): remove it, or give another directory with -o DIR')
+
+    def test_a_directory_may_move_with_its_database_and_one_that_is_not_mounted_is_not_deleted(self):
+        def database(path: str) -> Dict[str, Any]:
+            return {'id': path, 'path': self.world.path(path), 'host': socket.gethostname()}
+        for name, path in (('inside', 'inside/torc.db'), ('away', 'unmounted/x.db')):
+            os.mkdir(self.world.path(name))
+            self.assertEqual('', torc.take_output_dir(self.world.path(name), database(path)))
+        self.world.write('inside/torc.db', '')
+        os.rename(self.world.path('inside'), self.world.path('moved'))
+        self.assertEqual('', torc.take_output_dir(self.world.path('moved'), dict(database('moved/torc.db'), id='inside/torc.db')))
+        for name in ('moved', 'away'):
+            self.assertRaises(torc.Refused, torc.take_output_dir, self.world.path(name), database('ours.db'))
+
+    def test_a_directory_to_which_all_may_write_is_refused_with_the_cure_but_where_a_file_system_keeps_no_modes(self):
+        out = self.world.path('out')
+        for path in (out, out + '/job_stdio'):
+            os.mkdir(path)
+            os.chmod(path, 0o777)
+            self.run_by('a', 'out', 4, f'all users may write to {path}', f'`chmod o-w {shlex.quote(path)}`, or give another directory with -o DIR')
+            with unittest.mock.patch('torc.keeps_modes', lambda _: False):
+                torc.refuse_public_directory(path, '-o DIR')
+            os.chmod(path, 0o755)
+        os.chmod(out, 0o1777)
+        self.run_by('a', 'out')
+
+    def test_colleagues_work_in_a_directory_of_their_group_and_take_nothing_over(self):
+        need('root', os.geteuid() == 0, 'root, to act as another user')
+        for path in (self.world.root, self.world.directory):
+            os.chmod(path, 0o755)
+        ann, bob, group = OTHER_UID, OTHER_UID + 1, self.world.path('group')
+        for name in ('', 'out', 'torc_output', 'of_ann'):
+            os.mkdir(os.path.join(group, name))
+            os.chown(os.path.join(group, name), OTHER_UID + 2, 47012)      # of a third one of the group
+            os.chmod(os.path.join(group, name), 0o2775)
+
+        def ask(uid: int, code: int, *words: Any, says: str = '') -> None:
+            def work() -> int:
+                home = os.path.join(group, f'home of {uid}')
+                os.makedirs(home, 0o755, exist_ok=True)
+                self.world.directory = group
+                self.assertExit(code, self.world.main(*words, env={'HOME': home, 'XDG_STATE_HOME': home}), says)
+                return 0
+            self.assertEqual(0, end_child(run_as(work, uid, 47012, 0o002)), (uid, words))
+        ask(ann, 0, '--db', f'home of {ann}/private/a.db', 'run', '-o', 'out', self.spec)     # in a directory 0700
+        ask(bob, 0, 'run', self.spec)
+        ask(bob, 4, 'run', '-o', 'out', self.spec, says='belongs to another database')
+        for words in (('run', self.spec), ('status', 1), ('create', self.spec)):
+            ask(ann, 4, *words, says=f'belongs to user {bob}: give another place with --db')
+        ask(ann, 0, '--db', 'ann.db', 'run', '-o', 'of_ann', self.spec)
+        ask(bob, 4, '--db', 'ann.db', 'status', 1, says=f'belongs to user {ann}: ')
+        os.chmod(os.path.join(group, 'of_ann'), 0o755)
+        ask(ann, 2, '--db', 'ann.db', 'run', '-o', 'of_ann', self.spec, says=f'is read-only: it belongs to user {OTHER_UID + 2}: name ')
+        os.chmod(os.path.join(group, 'of_ann'), 0o700)
+        ask(ann, 4, '--db', 'ann.db', 'logs', '-o', 'of_ann', 1, says='cannot be read (Permission denied)')
+        for name in ('torc_output/torc.db', 'torc_output/torc.db.token', 'ann.db'):
+            self.assertEqual(0o600, stat.S_IMODE(os.stat(os.path.join(group, name)).st_mode))
+
+    def test_a_run_goes_on_when_its_directory_comes_back_with_the_embedded_database(self):
+        spec = self.world.write('gate.yaml', '''
+            name: w
+            jobs:
+              - {name: gate, command: "touch there; until test -e go; do sleep 0.02; done"}
+              - {name: "j{i}", command: echo, depends_on: [gate], parameters: {i: "1:5"}}
+            ''')
+        runner = self.world.start('run', '-p', 0.2, spec)
+        self.world.wait(lambda: os.path.exists(self.world.path('there')), 20, 'the gate', [runner])
+        os.rename(self.world.path('torc_output'), self.world.path('away'))
+        self.world.wait(lambda: 'no answer from the server' in runner.err, 20, 'the loss', [runner])
+        self.assertFalse(os.path.exists(self.world.path('torc_output')))
+        self.world.write('go', '')
+        os.rename(self.world.path('away'), self.world.path('torc_output'))
+        self.assertExit(0, runner.finish(), 'is complete', '6 completed')
+
+    def test_what_was_cut_off_stands_in_status_logs_and_results(self):
+        outcome = self.world.cli('exec', '--max-output-bytes', '4', '-c', 'echo 12345', '-c', 'echo 12345; exit 2')
+        cut = 'stdout was cut off at 4B of 6B (--max-output-bytes)'
+        self.assertExit(1, outcome, 'output of jobs is cut off', f'job2 ended with return code 2: 12345; {cut}')
+        self.assertExit(0, self.world.main('status', 1), f'+ job1: {cut}', f'job2 (return code 2): 12345; {cut}')
+        self.assertExit(0, self.world.main('logs', 1, 'job1'), f'torc: job job1 completed: {cut}')
+        self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 12345; {cut} <==\n1234')
+        self.assertEqual({cut, '12345; ' + cut}, {row['reason'] for row in self.ask_json('results', 'list', 1)['items']})
+
+    def test_a_full_disk_fails_a_job_with_the_reason_and_the_runner_goes_on_when_there_is_room(self):
+        small = self.world.path('small')
+        spec = self.world.write('fill.yaml', '''
+            name: fill
+            jobs:
+              - {name: fill, command: "head -c 900000 /dev/zero; s=$?; touch full; until test -e room; do sleep 0.02; done; exit $s"}
+              - {name: next, command: echo next, depends_on: [fill], cancel_on_blocking_job_failure: false}
+            ''')
+        with small_disk(small, '400k'):
+            runner = self.world.start('run', '-p', 0.2, '-o', small + '/out', spec)
+            self.world.wait(lambda: os.path.exists(self.world.path('full')), 20, 'a full disk', [runner])
+            self.world.write('room', '')
+            self.world.wait(lambda: 'is full; no more jobs are started' in runner.err, 20, 'the runner to see it', [runner])
+            os.truncate(small + '/out/job_stdio/job_wf1_j1_r1_a1.o', 0)
+            self.assertExit(1, runner.finish(), 'fill ended with return code 1', 'can be written to again', '1 completed, 1 failed')
+            self.assertEqual('next\n', read_text(small + '/out/job_stdio/job_wf1_j2_r1_a1.o'))
+        reason, = [row['reason'] for row in self.ask_json('results', 'list', 1)['items'] if row['return_code']]
+        self.assertEqual(f'the disk of the output directory {small}/out is full', reason)
+
+
 # ======== Faults: programs killed in the middle of their work ========
 #
 # Each of these tests has two sizes: the suite takes the small one, and `python3 test_torc.py faults [PATTERN...]` the
@@ -24135,29 +24296,6 @@ class Traces:
         ends = collections.Counter(job_id for (job_id, *_), (_, end, _) in rows.items() if end is not None)
         assert len(ends) == jobs, f'{jobs - len(ends)} jobs never came to their end'
         return {job_id for job_id, number in ends.items() if number > 1}
-
-
-def ask_sqlite(path: str, statement: str) -> List[Tuple[Any, ...]]:
-    """Rows of a database that nobody has open."""
-    connection = sqlite3.connect(path)
-    try:
-        return connection.execute(statement).fetchall()
-    finally:
-        connection.close()
-
-
-def resident_kb_of(pid: int) -> int:
-    """Memory that a process holds (proc(5), status)."""
-    return int(re.search(r'VmRSS:\s*(\d+) kB', read_text(f'/proc/{pid}/status')).group(1))
-
-
-def read_bytes(path: str) -> bytes:
-    """Content of a file, b'' if there is none, or no right to it."""
-    try:
-        with open(path, 'rb') as file:
-            return file.read()
-    except OSError:
-        return b''
 
 
 class Scribe:
@@ -24558,144 +24696,6 @@ class RequestFaultTest(LiveTest):
         self.assertGreater(min(statuses[status] for status in (200, 404, 422)), 50, statuses)
 
 
-# -------- output directories, whose promises a run keeps --------
-
-
-@slow
-class OutputTest(FlowTest):
-    """An output directory belongs to one database; who else writes to it; what becomes of output when there is no room for it."""
-    SPEC = 'name: w\njobs: [{name: greet, command: "echo from $WHO"}]\n'
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.spec = self.world.write('w.yaml', self.SPEC)
-
-    def run_by(self, database: str, out: str, code: int = 0, *texts: str) -> Outcome:
-        """`run` into a directory; refused ones create nothing."""
-        words = ('--db', f'{database}.db', 'run', '-o', out, self.spec)
-        outcome = self.assertExit(code, self.world.cli(*words, env={'WHO': database}), *texts)
-        self.assertEqual(not code, 'Created' in outcome.err)
-        return outcome
-
-    def test_a_directory_is_that_of_one_database_until_it_is_deleted(self):
-        here, theirs = self.world.path('b.db'), self.world.path('a.db')
-        self.run_by('a', 'out')
-        refusal = f'belongs to another database, {theirs}; this one is {here}: give another directory with -o DIR'
-        self.assertExit(0, self.world.cli('--db', 'b.db', 'create', self.spec))
-        for words in (('run', self.spec), ('run', 1), ('exec', '-c', 'echo from b'), ('logs', 1, 'greet'), ('results', 'list', 1, '--include-logs')):
-            outcome = self.assertExit(4, self.world.cli('--db', 'b.db', *words, '--output-dir', 'out'), refusal)
-            self.assertEqual((False, ''), ('Created' in outcome.err, outcome.out))
-        self.run_by('b', 'of_b')
-        self.assertEqual(['from b\n', 'from a\n'], [self.assertExit(0, self.world.cli('--db', f'{name}.db', 'logs', number, 'greet', '-o', out)).out
-                                                    for name, number, out in (('b', 2, 'of_b'), ('a', 1, 'out'))])
-        os.rename(theirs, self.world.path('moved.db'))      # it has gone with what it knew, or to another place: the next one takes the directory
-        said = f'belonged to the database {theirs}, which no longer exists; it now belongs to {here}\n'
-        self.assertEqual([1, 0], [self.run_by('b', 'out').err.count(said) for _ in range(2)])
-        self.assertEqual('from b\n', self.world.read('out/job_stdio/job_wf3_j3_r1_a1.o'))
-        self.world.write('out/.torc_database', '{')
-        self.run_by('b', 'out', 4, '(damaged): remove it, or give another directory with -o DIR')
-
-    def test_a_directory_may_move_with_its_database_and_one_that_is_not_mounted_is_not_deleted(self):
-        def database(path: str) -> Dict[str, Any]:
-            return {'id': path, 'path': self.world.path(path), 'host': socket.gethostname()}
-        for name, path in (('inside', 'inside/torc.db'), ('away', 'unmounted/x.db')):
-            os.mkdir(self.world.path(name))
-            self.assertEqual('', torc.take_output_dir(self.world.path(name), database(path)))
-        self.world.write('inside/torc.db', '')
-        os.rename(self.world.path('inside'), self.world.path('moved'))
-        self.assertEqual('', torc.take_output_dir(self.world.path('moved'), dict(database('moved/torc.db'), id='inside/torc.db')))
-        for name in ('moved', 'away'):
-            self.assertRaises(torc.Refused, torc.take_output_dir, self.world.path(name), database('ours.db'))
-
-    def test_a_directory_to_which_all_may_write_is_refused_with_the_cure_but_where_a_file_system_keeps_no_modes(self):
-        out = self.world.path('out')
-        for path in (out, out + '/job_stdio'):
-            os.mkdir(path)
-            os.chmod(path, 0o777)
-            self.run_by('a', 'out', 4, f'all users may write to {path}', f'`chmod o-w {shlex.quote(path)}`, or give another directory with -o DIR')
-            with unittest.mock.patch('torc.keeps_modes', lambda _: False):
-                torc.refuse_public_directory(path, '-o DIR')
-            os.chmod(path, 0o755)
-        os.chmod(out, 0o1777)
-        self.run_by('a', 'out')
-
-    def test_colleagues_work_in_a_directory_of_their_group_and_take_nothing_over(self):
-        need('root', os.geteuid() == 0, 'root, to act as another user')
-        for path in (self.world.root, self.world.directory):
-            os.chmod(path, 0o755)
-        ann, bob, group = OTHER_UID, OTHER_UID + 1, self.world.path('group')
-        for name in ('', 'out', 'torc_output', 'of_ann'):
-            os.mkdir(os.path.join(group, name))
-            os.chown(os.path.join(group, name), OTHER_UID + 2, 47012)      # of a third one of the group
-            os.chmod(os.path.join(group, name), 0o2775)
-
-        def ask(uid: int, code: int, *words: Any, says: str = '') -> None:
-            def work() -> int:
-                home = os.path.join(group, f'home of {uid}')
-                os.makedirs(home, 0o755, exist_ok=True)
-                self.world.directory = group
-                self.assertExit(code, self.world.main(*words, env={'HOME': home, 'XDG_STATE_HOME': home}), says)
-                return 0
-            self.assertEqual(0, end_child(run_as(work, uid, 47012, 0o002)), (uid, words))
-        ask(ann, 0, '--db', f'home of {ann}/private/a.db', 'run', '-o', 'out', self.spec)     # in a directory 0700
-        ask(bob, 0, 'run', self.spec)
-        ask(bob, 4, 'run', '-o', 'out', self.spec, says='belongs to another database')
-        for words in (('run', self.spec), ('status', 1), ('create', self.spec)):
-            ask(ann, 4, *words, says=f'belongs to user {bob}: give another place with --db')
-        ask(ann, 0, '--db', 'ann.db', 'run', '-o', 'of_ann', self.spec)
-        ask(bob, 4, '--db', 'ann.db', 'status', 1, says=f'belongs to user {ann}: ')
-        os.chmod(os.path.join(group, 'of_ann'), 0o755)
-        ask(ann, 2, '--db', 'ann.db', 'run', '-o', 'of_ann', self.spec, says=f'is read-only: it belongs to user {OTHER_UID + 2}: name ')
-        os.chmod(os.path.join(group, 'of_ann'), 0o700)
-        ask(ann, 4, '--db', 'ann.db', 'logs', '-o', 'of_ann', 1, says='cannot be read (Permission denied)')
-        for name in ('torc_output/torc.db', 'torc_output/torc.db.token', 'ann.db'):
-            self.assertEqual(0o600, stat.S_IMODE(os.stat(os.path.join(group, name)).st_mode))
-
-    def test_a_run_goes_on_when_its_directory_comes_back_with_the_embedded_database(self):
-        spec = self.world.write('gate.yaml', '''
-            name: w
-            jobs:
-              - {name: gate, command: "touch there; until test -e go; do sleep 0.02; done"}
-              - {name: "j{i}", command: echo, depends_on: [gate], parameters: {i: "1:5"}}
-            ''')
-        runner = self.world.start('run', '-p', 0.2, spec)
-        self.world.wait(lambda: os.path.exists(self.world.path('there')), 20, 'the gate', [runner])
-        os.rename(self.world.path('torc_output'), self.world.path('away'))
-        self.world.wait(lambda: 'no answer from the server' in runner.err, 20, 'the loss', [runner])
-        self.assertFalse(os.path.exists(self.world.path('torc_output')))
-        self.world.write('go', '')
-        os.rename(self.world.path('away'), self.world.path('torc_output'))
-        self.assertExit(0, runner.finish(), 'is complete', '6 completed')
-
-    def test_what_was_cut_off_stands_in_status_logs_and_results(self):
-        outcome = self.world.cli('exec', '--max-output-bytes', '4', '-c', 'echo 12345', '-c', 'echo 12345; exit 2')
-        cut = 'stdout was cut off at 4B of 6B (--max-output-bytes)'
-        self.assertExit(1, outcome, 'output of jobs is cut off', f'job2 ended with return code 2: 12345; {cut}')
-        self.assertExit(0, self.world.main('status', 1), f'+ job1: {cut}', f'job2 (return code 2): 12345; {cut}')
-        self.assertExit(0, self.world.main('logs', 1, 'job1'), f'torc: job job1 completed: {cut}')
-        self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 12345; {cut} <==\n1234')
-        self.assertEqual({cut, '12345; ' + cut}, {row['reason'] for row in self.ask_json('results', 'list', 1)['items']})
-
-    def test_a_full_disk_fails_a_job_with_the_reason_and_the_runner_goes_on_when_there_is_room(self):
-        small = self.world.path('small')
-        spec = self.world.write('fill.yaml', '''
-            name: fill
-            jobs:
-              - {name: fill, command: "head -c 900000 /dev/zero; s=$?; touch full; until test -e room; do sleep 0.02; done; exit $s"}
-              - {name: next, command: echo next, depends_on: [fill], cancel_on_blocking_job_failure: false}
-            ''')
-        with small_disk(small, '400k'):
-            runner = self.world.start('run', '-p', 0.2, '-o', small + '/out', spec)
-            self.world.wait(lambda: os.path.exists(self.world.path('full')), 20, 'a full disk', [runner])
-            self.world.write('room', '')
-            self.world.wait(lambda: 'is full; no more jobs are started' in runner.err, 20, 'the runner to see it', [runner])
-            os.truncate(small + '/out/job_stdio/job_wf1_j1_r1_a1.o', 0)
-            self.assertExit(1, runner.finish(), 'fill ended with return code 1', 'can be written to again', '1 completed, 1 failed')
-            self.assertEqual('next\n', read_text(small + '/out/job_stdio/job_wf1_j2_r1_a1.o'))
-        reason, = [row['reason'] for row in self.ask_json('results', 'list', 1)['items'] if row['return_code']]
-        self.assertEqual(f'the disk of the output directory {small}/out is full', reason)
-
-
 # -------- on a cluster: allocations end before their time, nodes and servers die --------
 #
 # What `watch` and the runners do in minutes takes seconds here, and so does what kills them.
@@ -24704,14 +24704,14 @@ CLUSTER_SETUP = '''
 torc.RETRY_MAX_S, torc.MAX_RETRY_PAUSE_S = 2.0, 2.0
 torc.SLURM_LOOK_S, torc.SCHEDULE_RETRY_S = 10.0, 10.0
 '''
-CURES = 'sync-status', 'recover', 'a watch that was running'
+CURES = SYNC, RECOVER, WATCH = 'sync-status', 'recover', 'a watch that was running'
 CANCELED, LEFT = r'Slurm job \d+ was canceled by a user or administrator', r'its last runner .* has left'
-LOSSES_OF_ALLOCATIONS = {   # way -> how it is brought about, and what is said of the allocation
-    'scancel of an active allocation': ('cancel', CANCELED),
-    'scancel of a pending allocation': ('cancel', CANCELED + r' \(CANCELLED'),
-    'a runner killed inside its allocation': ('kill_runner', r'Slurm job \d+ ended with .* \(FAILED, exit code 0:9|' + LEFT),
-    'a lost node': ('kill_node', r'Slurm job \d+ lost a node \(NODE_FAIL'),
-    'preemption': ('preempt', r'Slurm job \d+ was preempted by a job of higher priority|' + LEFT)}
+LOSSES_OF_ALLOCATIONS = {   # way -> how it is brought about, what is said of the allocation, and the cure of the small size
+    'scancel of an active allocation': ('cancel', CANCELED, RECOVER),
+    'scancel of a pending allocation': ('cancel', CANCELED + r' \(CANCELLED', WATCH),
+    'a runner killed inside its allocation': ('kill_runner', r'Slurm job \d+ ended with .* \(FAILED, exit code 0:9|' + LEFT, SYNC),
+    'a lost node': ('kill_node', r'Slurm job \d+ lost a node \(NODE_FAIL', RECOVER),
+    'preemption': ('preempt', r'Slurm job \d+ was preempted by a job of higher priority|' + LEFT, WATCH)}
 
 
 @slow
@@ -24811,22 +24811,20 @@ class ClusterFaultTest(SlurmTest):
 
     # -------- trials --------
 
-    def test_the_jobs_of_a_lost_allocation_run_again(self):
-        """In each way, under one cure each, or all."""
-        pairs = [(way, cure) for place, way in enumerate(LOSSES_OF_ALLOCATIONS) for number, cure in enumerate(CURES)
-                 if FAULTS.is_long or (place + FAULTS.seed) % 3 == number]
-        for number, (way, cure) in enumerate(pairs):
-            with self.subTest(way, cure=cure):
+    def lose_allocations(self, way: str) -> None:
+        """The jobs of an allocation that is lost in one way run again, by each cure, or by one."""
+        for number, cure in enumerate(CURES if FAULTS.is_long else LOSSES_OF_ALLOCATIONS[way][2:]):
+            with self.subTest(cure):
                 if number:
                     self.doCleanups()
                     self.setUp()
                 with self.explained():
-                    self.lose(way, cure)
+                    self.lose_allocation(way, cure)
 
-    def lose(self, way: str, cure: str) -> None:
+    def lose_allocation(self, way: str, cure: str) -> None:
         """One trial."""
-        end, reason = LOSSES_OF_ALLOCATIONS[way]
-        is_pending, is_watched = 'pending' in way, cure == CURES[2]
+        end, reason, _ = LOSSES_OF_ALLOCATIONS[way]
+        is_pending, is_watched = 'pending' in way, cure == WATCH
         jobs = [self.traces.job('until test -e go; do sleep 0.2; done')] * 3 + [self.traces.job('true', depends_on=['j1', 'j2', 'j3'])]
         self.submit(jobs, 1, extra='--begin=now+1hour' if is_pending else '')
         if not is_pending:
@@ -24850,7 +24848,7 @@ class ClusterFaultTest(SlurmTest):
 
     def call_cure(self, cure: str) -> None:
         """As a user would, again and again until it has found what was lost."""
-        if cure == CURES[0]:
+        if cure == SYNC:
             def sync() -> bool:
                 self.assertExit(0, self.world.cli('workflows', 'sync-status', 1))
                 return {row['status'] for row in self.rows('list_scheduled_compute_nodes')} <= {'complete', 'canceled'}
@@ -24893,6 +24891,10 @@ class ClusterFaultTest(SlurmTest):
         if FAULTS.is_long:
             print(*self.log, f'{count} jobs in {time.monotonic() - self.began:.0f} s, {len(self.rows("list_scheduled_compute_nodes"))} allocations, '
                   f'{len(self.traces.rows())} attempts began, {len(twice)} jobs had ended unseen and ran again', sep='\n', flush=True)
+
+
+for _way in LOSSES_OF_ALLOCATIONS:
+    setattr(ClusterFaultTest, 'test_jobs_run_again_after_' + _way.replace(' ', '_'), functools.partialmethod(ClusterFaultTest.lose_allocations, _way))
 
 
 # ======== Laws: what must hold for the whole file, whoever changes it ========
