@@ -24329,6 +24329,11 @@ class Scribe:
         return [number for number in self.told if there[number] != 1]
 
 
+def pids_of(world: World, words: str) -> List[int]:
+    """Processes of a world whose command lines hold these words."""
+    return sorted(pid for pid, line in processes_with(world.mark).items() if words in line)
+
+
 @contextlib.contextmanager
 def small_disk(path: str, size: str) -> Iterator[None]:
     """A file system in memory at a new directory, for a while."""
@@ -24527,7 +24532,8 @@ class FaultTest(WorldTest):
         begun = self.chance.randint(8, 48)
         world.wait(lambda: traces.count('begin') >= begun, 20, f'{begun} jobs', runners)
         server = connection_of(world.path('torc_output', 'torc.db'))['pid'] if is_embedded else world.server.pid
-        pids = [pid for who, *found in (('runner', runner_of(runners[0].pid), runners[0].pid), ('server', server)) if who in stopped for pid in found]
+        found = {'server': [server], 'runner': [runner_of(runners[0].pid), runners[0].pid]}
+        pids = [pid for who in stopped.split() for pid in found[who]]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         if has_second:
@@ -24569,10 +24575,11 @@ class FaultTest(WorldTest):
                 world.write('go', '')
                 world.wait(lambda: outage.traces.count('end'), 10, 'an end', [outage.runner])
                 self.pause(0, 0.5)
-                outage.runner.kill()
-                world.wait(lambda: ' run 1 ' not in ' '.join(processes_with(world.mark).values()), 30, 'the end of what it kept')
-                recorded = {entry['job_id'] for path in outage.journals() for entry in torc.read_journal(path)[0] if entry['status'] == 'completed'}
-                twice = outage.come_back()
+                self.kill_runner(outage.runner)
+                outage.runner.finish()
+                world.wait(lambda: not pids_of(world, ' run 1 '), 30, 'the end of both')
+                kept = [entry for path in outage.journals() for entry in torc.read_journal(path)[0]]
+                recorded, twice = {entry['job_id'] for entry in kept if entry['status'] == 'completed'}, outage.come_back()
                 self.assertEqual(set(), twice & recorded)
                 self.tell(f'{len(recorded)} ends were recorded, {len(twice)} a moment before the kill, and ran again')
 
@@ -24623,8 +24630,12 @@ class FaultTest(WorldTest):
 
     # -------- runners --------
 
+    def kill_runner(self, run: Background) -> None:
+        """kill -9 of a runner, or of its keeper."""
+        with contextlib.suppress(ProcessLookupError):   # it was done already
+            os.kill(self.chance.choice([run.pid, runner_of(run.pid) or run.pid]), signal.SIGKILL)
+
     def test_runners_that_are_killed_at_any_moment_run_each_attempt_once_and_leave_nothing(self):
-        """Or their keepers are, one after the other."""
         world, traces, kills, killed = self.world, Traces(self.world), size(8, 200), 0
         world.serve()
         leftovers = (NASTY['double forks'] + NASTY['double forks without environment']).replace('NASTY', world.mark)
@@ -24636,13 +24647,12 @@ class FaultTest(WorldTest):
             run = world.start(*words)
             world.wait(lambda: runner_of(run.pid) or run.has_ended(), 20, 'a runner')
             self.pause(0.02, 1.0)
-            with contextlib.suppress(ProcessLookupError):   # it was done already
-                os.kill(run.pid if self.chance.random() < 0.5 else runner_of(run.pid) or run.pid, signal.SIGKILL)
+            self.kill_runner(run)
             code = run.finish().code
             self.assertIn(code, (0, -signal.SIGKILL), run)
             killed += code != 0
             world.wait(lambda: not living(world.mark), 10, 'the end of all that it has started', state=lambda: living(world.mark))
-        world.wait(lambda: not [words for words in processes_with(world.mark).values() if ' run ' in words], 30, 'the end of the last runner')
+        world.wait(lambda: not pids_of(world, ' run '), 30, 'the end of the last runner')
         self.assertExit(0, world.cli(*words, timeout=120))
         self.assertEqual({}, living(world.mark))
         self.assertGreater(killed, 0)
@@ -24783,8 +24793,8 @@ class ClusterFaultTest(SlurmTest):
 
     def kill_runner(self, allocation: Allocation) -> None:
         """kill -9 of a runner, or of its keeper, as by the kernel that has no memory left."""
-        found = [pid for pid, words in processes_with(self.world.mark).items() if ' slurm-job-runner ' in words]
-        for pid in self.chance.sample(sorted(found), min(1, len(found))):
+        found = pids_of(self.world, ' slurm-job-runner ')
+        for pid in self.chance.sample(found, min(1, len(found))):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 self.say('kill -9 of a runner', str(pid))
@@ -24805,8 +24815,8 @@ class ClusterFaultTest(SlurmTest):
 
     def preempt(self, allocation: Allocation) -> None:
         """A job of higher priority takes the node."""
-        self.bed.call(['sbatch', '--account=wfacct', '--partition=high', '--cpus-per-task=4', '--time=1', '--output=/dev/null', '--wrap=true',
-                       f'--nodelist={allocation.nodes}'])
+        self.bed.ask('sbatch', '--account=wfacct', '--partition=high', '--cpus-per-task=4', '--time=1', '--output=/dev/null', '--wrap=true',
+                     f'--nodelist={allocation.nodes}')
         self.say('preemption', allocation.id)
 
     # -------- trials --------
@@ -24834,8 +24844,7 @@ class ClusterFaultTest(SlurmTest):
         lost, = self.live_allocations()
         getattr(self, end)(lost)
         self.wait_slurm(lambda: lost.id not in [row.id for row in self.live_allocations()], 90, 'the end of the allocation')
-        self.world.wait(lambda: not [words for words in processes_with(self.world.mark).values() if 'test -e go' in words] or is_watched,
-                        30, 'the end of its jobs')
+        self.world.wait(lambda: is_watched or not pids_of(self.world, 'test -e go'), 30, 'the end of its jobs')
         self.revive_nodes(math.inf)
         self.world.write('go', '')
         if watch:
@@ -24854,16 +24863,17 @@ class ClusterFaultTest(SlurmTest):
                 return {row['status'] for row in self.rows('list_scheduled_compute_nodes')} <= {'complete', 'canceled'}
             self.world.wait(sync, 120, 'the knowledge that it has ended')
             self.assertNotIn('running', {row['status'] for row in self.rows('list_jobs')})
-        self.world.wait(lambda: self.world.cli('recover', 1, '--no-prompts', '--retry-unknown', '--partition', 'main').code == 0, 120, 'its recovery')
+        words = 'recover', 1, '--no-prompts', '--retry-unknown', '--partition', 'main'
+        self.world.wait(lambda: self.world.cli(*words).code == 0, 120, 'its recovery')
         self.world.wait(lambda: {row['status'] for row in self.rows('list_jobs')} == {'completed'}, 120, 'its completion')
 
     def test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies(self):
         """A night: allocations, runners, nodes and the server die, and one `watch` keeps the workflow going."""
         count, work_s, limit_s = size(24, 200), size(4, 15), size(280, 1800)
         half, third = count // 2, count // 2 + count * 3 // 10
-        jobs = [self.traces.job(f'sleep {work_s}', depends_on=[f'j{place - half}'] if half < place <= third else [],
-                                depends_on_regexes=['^second'] if place > third else [], **({'name': f'second_{place}'} if half < place <= third else {}))
-                for place in range(1, count + 1)]
+        jobs = [self.traces.job(f'sleep {work_s}', **(
+            {} if place <= half else {'name': f'second_{place}', 'depends_on': [f'j{place - half}']} if place <= third else
+            {'depends_on_regexes': ['^second']})) for place in range(1, count + 1)]
         self.submit(jobs, 4, {'trigger_type': 'on_jobs_ready', 'jobs': [f'j{count}'], 'num_allocations': 2})
         watch, kill_at, server_at, server_back = self.watch(), self.began + self.KILL_S, self.began + self.SERVER_S, math.inf
         with self.explained():
@@ -24889,12 +24899,13 @@ class ClusterFaultTest(SlurmTest):
             self.assertExit(0, watch.finish())
             twice = self.traces.check(count)
         if FAULTS.is_long:
-            print(*self.log, f'{count} jobs in {time.monotonic() - self.began:.0f} s, {len(self.rows("list_scheduled_compute_nodes"))} allocations, '
-                  f'{len(self.traces.rows())} attempts began, {len(twice)} jobs had ended unseen and ran again', sep='\n', flush=True)
+            allocations, attempts = self.rows('list_scheduled_compute_nodes'), self.traces.rows()
+            print(*self.log, f'{count} jobs in {time.monotonic() - self.began:.0f} s, {len(allocations)} allocations, {len(attempts)} attempts '
+                  f'began, {len(twice)} jobs had ended unseen and ran again', sep='\n', flush=True)
 
 
 for _way in LOSSES_OF_ALLOCATIONS:
-    setattr(ClusterFaultTest, 'test_jobs_run_again_after_' + _way.replace(' ', '_'), functools.partialmethod(ClusterFaultTest.lose_allocations, _way))
+    setattr(ClusterFaultTest, f"test_jobs_run_again_after_{_way.replace(' ', '_')}", functools.partialmethod(ClusterFaultTest.lose_allocations, _way))
 
 
 # ======== Laws: what must hold for the whole file, whoever changes it ========
