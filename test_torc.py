@@ -14247,7 +14247,7 @@ class PartTest(WorldTest):
         """What parts know."""
         options = torc.RunnerOptions(**(options or {}))
         output = torc.OutputDirectory(self.world.path('out'))
-        log = torc.RunLog(output, 'x.log', 'info')
+        log = torc.RunLog(output, 'x.log')
         self.addCleanup(log.close)
         return torc.NodeContext(dict({'id': 1, 'run_id': 1}, **workflow), options, output, log, self.progress)
 
@@ -15822,7 +15822,7 @@ class RunnerTest(RunnerCase):
 
     def test_an_entry_of_the_runners_log_is_one_line(self):
         os.mkdir(self.world.path('out'))
-        log = torc.RunLog(torc.OutputDirectory(self.world.path('out')), 'x.log', 'info')
+        log = torc.RunLog(torc.OutputDirectory(self.world.path('out')), 'x.log')
         log.write('Action failed: a\nINFO forged\x9b', value='b\n\tc\u202e')
         log.close()
         self.assertRegex(self.world.read('out/x.log'),

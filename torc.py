@@ -19345,7 +19345,6 @@ class RunnerOptions(Row):
     labels: Sequence[str] = ()
     is_persistent: bool = False
     claim_backoff_max_s: float = DEFAULT_CLAIM_BACKOFF_MAX_S
-    log_level: str = 'info'
     max_output_bytes: Optional[int] = None      # of each file in job_stdio; what is more is cut off
     is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
     record_id: Optional[int] = None     # of the allocation, where its script says it
@@ -19847,13 +19846,11 @@ class OutputDirectory:
 
 class RunLog:
     """The runner's own log: lines 'TIME LEVEL Message key=value', written once a turn."""
-    LEVELS = ('debug', 'info', 'warning', 'error')
 
-    def __init__(self, output: OutputDirectory, name: str, level: str) -> None:
+    def __init__(self, output: OutputDirectory, name: str) -> None:
         """Open the file, which nobody else may read. That of a colleague, who ran the same, is put away."""
         self.lines = []     # type: List[str]
         self.path = os.path.join(output.path, name)
-        self.least = self.LEVELS.index(level) if level in self.LEVELS else 1
         try:
             self.descriptor = append_to_file(self.path, 0o600)
         except PermissionError:
@@ -19862,10 +19859,9 @@ class RunLog:
 
     def write(self, message: str, level: str = 'info', **values: Any) -> None:
         """Add a line; values that are None are left out."""
-        if self.LEVELS.index(level) >= self.least:
-            words = ''.join(f' {key}={value}' for key, value in values.items() if value is not None)
-            text = printable_line(f'{level.upper()} {message}{words}')
-            self.lines.append(f'{format_time(time.time())} {text}\n')
+        words = ''.join(f' {key}={value}' for key, value in values.items() if value is not None)
+        text = printable_line(f'{level.upper()} {message}{words}')
+        self.lines.append(f'{format_time(time.time())} {text}\n')
 
     def flush(self) -> None:
         """Write what has gathered. A full disk costs the lines, not the runner."""
@@ -21941,11 +21937,9 @@ class Accounting(Part):
                       functools.partial(self.on_samples, now, asked))
 
     def on_samples(self, asked_at: float, asked: Dict[str, Attempt], reply: Reply) -> None:
-        """Take samples in; all count for the same moment. What goes wrong is debug: mostly a step has just
-        ended."""
+        """Take samples in; all count for the same moment. What goes wrong is passed over: mostly a step has
+        just ended."""
         now, at, settings = time.monotonic(), int(time.time()), self.monitor.settings
-        if reply.code or reply.err:
-            self.context.log.write(f'sstat: {explain_reply(reply)}', 'debug')
         self.sample_at = max(asked_at + settings.interval_s, now + PATIENCE * (now - asked_at))
         for number, sample in read_step_samples(reply.out, set(asked)).items():
             attempt = asked[number]
@@ -22905,7 +22899,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
     name = name_log(workflow, allocation)
     with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
         output = OutputDirectory(output_dir)
-        log = RunLog(output, name, options.log_level)
+        log = RunLog(output, name)
     with contextlib.closing(log):
         context = NodeContext(workflow, options, output, log, progress)
         context.allocation = allocation
@@ -31642,7 +31636,7 @@ def cmd_watch(session: Session, args: Arguments) -> int:
     name = f"watch_{socket.gethostname()}_wf{workflow['id']}.log"
     with contextlib.ExitStack() as stack:
         with writing(f"the log {os.path.join(args['output_dir'], name)}", '--output-dir'):
-            log_file = RunLog(OutputDirectory(args['output_dir']), name, 'info')
+            log_file = RunLog(OutputDirectory(args['output_dir']), name)
             stack.callback(log_file.close)
         with writing(f"the lock of a watch in {args['output_dir']}", '--output-dir'):
             lock = stack.enter_context(contextlib.closing(WatchLock(args['output_dir'], workflow['id'])))
