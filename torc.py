@@ -20017,7 +20017,8 @@ class Pace:
 
     def __init__(self, options: RunnerOptions) -> None:
         self.options = options
-        self.backoff_s = options.poll_interval_s
+        self.base_s = base_s = options.poll_interval_s
+        self.backoff = Backoff(base_s, max(options.claim_backoff_max_s, base_s))
         self.has_progressed = True          # since the last poll
         self.worked_at = time.monotonic()   # last claim or local end: idleness counts from here
         self.ended_at = -math.inf           # last local end
@@ -20051,25 +20052,21 @@ class Pace:
 
     def next_wait_s(self, is_poll: bool, has_children: bool, answer: Dict[str, Any]) -> Optional[float]:
         """Until the next poll, after an answer: the regimes of the page "Job Runners". None: as planned."""
-        base_s, was_idle = self.options.poll_interval_s, self.is_idle
-        self.is_idle = self.has_wanted and not (answer['jobs'] or answer['is_complete'] or has_children)
+        was_idle, self.is_idle = self.is_idle, self.has_wanted and not (
+            answer['jobs'] or answer['is_complete'] or has_children)
         if answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
             return 0.0      # the next one can wait there; otherwise the server has kept none
-        if self.has_progressed:
-            wait_s = self.backoff_s = base_s
-        elif not is_poll:
+        if not (is_poll or self.has_progressed):
             return None     # a report between two polls changes nothing
-        else:
-            wait_s = self.backoff_s
-            self.backoff_s = min(2 * self.backoff_s, max(self.options.claim_backoff_max_s, base_s))
-        if not has_children:
-            wait_s = self.backoff_s = min(base_s, IDLE_WAIT_S)
-        self.has_progressed = False
-        return wait_s
+        is_quiet, self.has_progressed = has_children and not self.has_progressed, False
+        if is_quiet:
+            return self.backoff.take()
+        self.backoff.reset()
+        return self.base_s if has_children else min(self.base_s, IDLE_WAIT_S)
 
     def lease_s(self) -> float:
         """Duration of the lease to request: two of the longest waits and answers."""
-        longest_s = max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S)
+        longest_s = max(self.backoff.wait_s, RETRY_MAX_S)
         # After its own absence the server adds MAX_RETRY_PAUSE_S, the usual ping interval.
         more_s = max(0.0, self.options.ping_interval_s - MAX_RETRY_PAUSE_S)
         return 2 * (longest_s + ANSWER_DEADLINE_S) + more_s
@@ -20361,8 +20358,7 @@ class ServerLink(Part):
             self.poll_at = time.monotonic() + wait_s
         if self.attempts.by_state['reported'] or self.outbox['accounting']:     # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
-        is_idle = not (answer['jobs'] or answer['is_complete'] or self.launcher.children)
-        if is_idle and answer.get('reason'):
+        if self.pace.is_idle and answer.get('reason'):
             self.context.say_once(answer['reason'], 'No jobs claimed: ')
 
     # ---- a server that does not answer ----
