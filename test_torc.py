@@ -12697,7 +12697,7 @@ class ErrandTest(unittest.TestCase):
         go = threading.Event()
         self.addCleanup(go.set)
         errand = torc.Errand(go.wait)
-        errand.wait(0.05)
+        errand.over.wait(0.05)
         self.assertEqual((False, 'it has not ended'), (errand.look(), errand.error))
         with unittest.mock.patch.object(threading.Thread, 'start', side_effect=RuntimeError("can't start new thread")):
             errand = torc.Errand(list)
@@ -24935,7 +24935,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33618
+TORC_LINES = 33589
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

@@ -16039,8 +16039,8 @@ def await_ends(pids: Sequence[int], limit_s: float) -> None:
                 time.sleep(0.002)
 
 
-def end_children(is_spared: Callable[[int], bool], limit_s: float) -> bool:
-    """Kill all children but spared ones, with all below them, until none is left; whether that was done."""
+def end_children(is_spared: Callable[[int], bool], limit_s: float) -> None:
+    """Kill all children but spared ones, with all below them, until none is left, or the time is over."""
     until = time.monotonic() + limit_s
     while True:
         found, left = [pid for pid in read_children(os.getpid()) if not is_spared(pid)], []
@@ -16049,7 +16049,7 @@ def end_children(is_spared: Callable[[int], bool], limit_s: float) -> bool:
                 if not os.waitpid(pid, os.WNOHANG)[0]:
                     left.append(pid)
         if not found or left and time.monotonic() > until:      # whose end we saw may have left us others
-            return not found
+            return
         kill_trees(left)
         time.sleep(0.002)
 
@@ -16345,33 +16345,26 @@ class JobTree:
         headroom_s = (self.limit_bytes - self.memory_bytes) / FASTEST_GROWTH
         self.look_at = now + max(LEAST_LOOK_S, headroom_s) if self.limit_bytes else math.inf
 
-    def look(self, root: str, now: float, is_sample: bool) -> List[int]:
-        """See what its processes use now; the pids that have gone."""
-        ticks = resident_bytes = largest_bytes = self.num_processes = 0
-        gone = []
+    def look(self, root: str, now: float, is_sample: bool) -> None:
+        """See what its processes use now, and which of them have gone."""
+        ticks, sizes, members = 0, [], {}       # type: int, List[int], Dict[int, bytes]
         for pid, start in self.members.items():
             fields = read_stat_fields(root, pid)
-            if fields[19:20] != [start]:
-                gone.append(pid)
-                continue
-            ticks += sum(map(int, fields[11:15]))   # with those of the children that it has waited for
-            if fields[0] not in (b'Z', b'X'):       # of a zombie only the CPU time is left
-                size = int(fields[21]) * PAGE_BYTES
-                resident_bytes += size
-                largest_bytes = max(largest_bytes, size)
-                self.num_processes += 1
-        for pid in gone:
-            del self.members[pid]
+            if fields[19:20] == [start]:
+                members[pid] = start
+                ticks += sum(map(int, fields[11:15]))   # with those of the children that it has waited for
+                if fields[0] not in (b'Z', b'X'):       # of a zombie only the CPU time is left
+                    sizes.append(int(fields[21]) * PAGE_BYTES)
+        self.members, self.num_processes, self.resident_bytes = members, len(sizes), sum(sizes)
         self.cpu_ticks += max(0, ticks - self.ticks)
-        self.ticks, self.resident_bytes = ticks, resident_bytes
-        self.memory_bytes = max(largest_bytes, resident_bytes - self.shared_bytes)
+        self.ticks = ticks
+        self.memory_bytes = max(0, *sizes, self.resident_bytes - self.shared_bytes)
         # Above its limit is in doubt until a check; without a living process nothing was seen.
         known_bytes = self.memory_bytes if self.num_processes and not self.is_above_limit else None
         if is_sample:
             self.cpu_percent = self.usage.add(now, self.cpu_ticks / CLOCK_TICKS, known_bytes)
         self.usage.add_peak(known_bytes or 0)
         self.plan(now)
-        return gone
 
     @property
     def is_above_limit(self) -> bool:
@@ -16423,7 +16416,7 @@ class TreeSampler:
             began = time.process_time()
             self.find_members()
             for tree in due.values():
-                self.seen.difference_update(tree.look(self.root, now, is_regular))
+                tree.look(self.root, now, is_regular)
             self.rest_until = now + (time.process_time() - began) / LOOK_SHARE
         if is_regular:
             self.regular_at = now + self.interval_s
@@ -16508,7 +16501,7 @@ class OomCounter:
 
     def read(self) -> int:
         """The kernel's counter now (oom_kill: Linux 4.13)."""
-        return read_counter(read_proc_text(self.path), b'oom_kill') or 0 if self.path else 0
+        return read_counter(read_proc_text(self.path), b'oom_kill') or 0
 
     def look(self, now: float) -> None:
         """What was killed some time ago will explain no end that is still to come."""
@@ -16528,25 +16521,22 @@ class OomCounter:
 
 class NodeUsage:
     """What a whole node uses, from sample to sample: CPU percent of all its CPUs, and memory."""
+    first = 0, 0        # ticks when it began
 
     def __init__(self, measures_cpu: bool, measures_memory: bool, root: str = '/proc') -> None:
         self.measures_cpu = measures_cpu
         self.measures_memory = measures_memory
         self.root = root
-        self.first = self.read_ticks()
+        self.first = self.ticks()
         self.usage = Usage(0.0, 0.0 if measures_cpu else None, 100.0)
         self.sample_count = 0
 
-    def read_ticks(self) -> Tuple[int, int]:
-        """All and busy ticks of all CPUs since the boot (proc(5), stat); guests' are counted as user's."""
+    def ticks(self) -> Tuple[int, Optional[int]]:
+        """All and busy ticks of all CPUs since the beginning (proc(5), stat); guests' count as user's."""
         words = read_proc_text(f'{self.root}/stat').split(b'\n', 1)[0].split()
         ticks = [int(word) for word in words[1:9]] + [0] * 8
-        return sum(ticks[:8]), sum(ticks[:8]) - ticks[3] - ticks[4]     # all but idle and iowait
-
-    def ticks(self) -> Tuple[int, Optional[int]]:
-        """The same since the beginning."""
-        total, busy = map(operator.sub, self.read_ticks(), self.first)
-        return total, busy if self.measures_cpu else None
+        total, idle = sum(ticks), ticks[3] + ticks[4]       # with iowait
+        return total - self.first[0], total - idle - self.first[1] if self.measures_cpu else None
 
     def sample(self) -> Tuple[Optional[float], Optional[int], Optional[int]]:
         """Take a sample: CPU percent since the last one, used and total memory; None: not measured."""
@@ -16638,7 +16628,6 @@ RUN_TAG = 'TORC_RUN_TAG'                # variable by which what a job has start
 EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault
 REPLY_TIMED_OUT, REPLY_NOT_STARTED = 124, 125       # as timeout(1); for want of what may come back
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
-NO_USAGE = resource.struct_rusage((0,) * 16)         # where none is known
 UNKILLABLE_SWEEP_S = 1.0                # between rounds of SIGKILL that have been in vain for long
 SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP,
@@ -16679,10 +16668,8 @@ def gpu_environment(devices: Sequence[str]) -> Dict[str, str]:
 
 def read_last_line(path: Optional[str]) -> str:
     """Last line of a job's output that is not blank, made printable, at most 300 characters."""
-    if path is None:
-        return ''
     try:
-        with open(path, 'rb', opener=open_regular) as file:
+        with open(path or '', 'rb', opener=open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
             lines = file.read(4096).decode('utf-8', 'replace').split('\n')
     except OSError:
@@ -16790,14 +16777,14 @@ def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -
 
 class Errand:
     """Work that may take long or hang, as on a broken file system, done in a thread. Its end ends a wait."""
+    result = None               # type: Any
+    error = 'it has not ended'  # '' if there is a result
+    failure = None              # type: Optional[Exception]
 
     def __init__(self, work: Callable[[], Any], wake: Callable[[], Any] = bool) -> None:
         """Begin to work; `wake` is called in the thread when that is over."""
-        self.result = None          # type: Any
-        self.error = 'it has not ended'     # '' if there is a result
-        self.failure = None         # type: Optional[Exception]
         self.began = time.monotonic()
-        self.over = threading.Event()
+        self.over = threading.Event()   # a thread cannot be ended: who waits for this says how long
         try:
             threading.Thread(target=self.run, args=(work, wake), daemon=True).start()
         except RuntimeError as error:       # there is no room for a thread
@@ -16820,10 +16807,6 @@ class Errand:
         if self.failure is not None:
             raise self.failure
         return self.over.is_set()
-
-    def wait(self, limit_s: float) -> None:
-        """Wait for its end, at most so long. A thread cannot be ended: what hangs is left behind."""
-        self.over.wait(limit_s)
 
 
 def ask_program(argv: Sequence[str], limit_s: float, variables: Dict[str, Optional[str]],
@@ -16910,10 +16893,8 @@ class Launcher:
         environment[RUN_TAG.encode()] = mark
         if b'\0' in b''.join(argv):
             raise ValueError('the command contains a NUL character')
-        began = time.monotonic()        # what it uses before execve(2) counts, too
         pid = spawn(argv, environment, (self.devnull, *outputs))
         process = self.running[pid] = Process(pid, mark, on_end)
-        process.started = began
         self.children[process] = None
         return process
 
@@ -16955,25 +16936,24 @@ class Launcher:
         for owners in self.strangers.values():
             others = owners.difference(ended)
             owners.intersection_update(others or [*owners][-1:])    # the last one that runs has it in the end
-        done = []
+        lost, done = self.unkillable if self.gives_up else [], []
+        for process in lost:
+            if process.end is None:     # it stays in `running`: it is nobody else's
+                process.close(signal.SIGKILL, resource.struct_rusage((0,) * 16))
         for process in [process for process in self.children if process.end is not None]:
-            if not self.roots_of(process):
+            if process in lost or not self.roots_of(process):
                 done.append(process)
             elif process.state in ('running', 'asked'):
                 process.state = 'left'
                 process.kill_at = min(process.kill_at, time.monotonic() + LEFTOVER_TERM_S)
                 self.send(process, signal.SIGTERM)
-        done += self.give_up()
         for process in done:
             del self.children[process]
         return done
 
     def take_status(self, process: Process) -> bool:
         """Take a process's exit status, if it has one."""
-        try:
-            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file: the status is lost
-            pid, status, usage = process.pid, signal.SIGKILL, NO_USAGE
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
             process.close(status, usage)
             del self.running[process.pid]
@@ -17059,15 +17039,6 @@ class Launcher:
         """What lives though it was killed long ago."""
         until = time.monotonic() - UNKILLABLE_S
         return [process for process in self.children if process.killed_at <= until]
-
-    def give_up(self) -> List[Process]:
-        """Processes that SIGKILL could not end, taken as ended."""
-        lost = self.unkillable if self.gives_up else []
-        for process in lost:
-            if self.running.pop(process.pid, None):
-                self.strangers[process.pid] = {process}     # and nobody else's
-                process.close(signal.SIGKILL, NO_USAGE)
-        return lost
 
     def close(self) -> None:
         """Kill what is left of anything started here, for so long as there is time; give everything back."""
@@ -21287,7 +21258,7 @@ class Series(Part):
         for _ in range(3):      # what is being written, what has come since, and how that has ended
             self.act(time.monotonic())
             if self.errand is not None:
-                self.errand.wait(max(0.0, give_up_at - time.monotonic()))
+                self.errand.over.wait(max(0.0, give_up_at - time.monotonic()))
 
 
 class Monitor(Part):
