@@ -14488,14 +14488,14 @@ class JobPartsTest(PartTest):
         context = self.server.context
         context.variables = {'TORC_OUTPUT_DIR': context.output.path}
         self.policy = torc.ClaimPolicy(context, torc.Ledger([torc.NodeSize(num_cpus, 1 << 30, ())], None), self.attempts)
-        starter, scripts = torc.DirectStarter(context, self.node), torc.Scripts(context, self.node)
+        starter = torc.DirectStarter(context, self.node)
         monitor = torc.Monitor(context, self.node, self.attempts, starter)
-        self.completions = torc.Completions(context, self.policy, starter, monitor, scripts, self.server)
-        self.actions = torc.Actions(context, scripts, self.server)
+        self.completions = torc.Completions(context, self.policy, starter, monitor, self.server)
+        self.actions = torc.Actions(context, self.node, self.server)
         self.dispatcher = torc.Dispatcher(context, self.policy, self.completions, self.server, self.actions)
         self.dispatcher.may_claim = True
         watch = torc.AllocationWatch(context, self.node)
-        self.shutdown = torc.Shutdown(context, self.node, watch, self.dispatcher, scripts, self.server)
+        self.shutdown = torc.Shutdown(context, self.node, watch, self.dispatcher, self.server)
         return self.dispatcher
 
     def claim(self, **commands: str) -> None:

@@ -20592,47 +20592,29 @@ class DirectStarter(Part):
                          self.context.config['timeout_exit_code'], attempt.stopped_by)
 
 
-class Scripts:
-    """Commands of actions and recovery scripts: children whose output is added to a log."""
-
-    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
-        self.context = context
-        self.launcher = launcher
-        self.started = []       # type: List[Process]  # that were running when the last one was started
-
-    def start(self, command: str, variables: Dict[str, str], log_name: str, name: str,
-              on_end: Callable[[Process], Any]) -> Process:
-        """Start a script, also where its log cannot be written. OSError, ValueError."""
-        try:
-            descriptor = append_to_file(os.path.join(self.context.output.path, log_name))
-        except OSError as error:
-            if error.errno in TAKEN:
-                raise
-            self.context.log.write(f'What is to be added to {log_name} is lost: {error.strerror}', 'warning')
-            descriptor = os.open(os.devnull, os.O_WRONLY)
-        try:
-            process = self.launcher.start_command(command, variables, (descriptor, descriptor), name, on_end)
-        finally:
-            os.close(descriptor)
-        self.started = [one for one in self.started if one in self.launcher.children] + [process]
-        return process
-
-    def kill(self, process: Process) -> None:
-        """SIGKILL for one of them."""
-        self.launcher.kill([process])
-
-    def stop(self, number: int, lead_s: float) -> None:
-        """Signal all that run; SIGKILL follows after `lead_s`."""
-        running = [process for process in self.started if process in self.launcher.children]
-        self.launcher.stop(running, number, lead_s)
+def start_script(context: NodeContext, launcher: Launcher, command: str, variables: Dict[str, str],
+                 log_name: str, name: str, on_end: Callable[[Process], Any]) -> Process:
+    """Start a command of an action, or a recovery script: a child whose output is added to a log, or lost
+    where that cannot be written. OSError, ValueError."""
+    try:
+        descriptor = append_to_file(os.path.join(context.output.path, log_name))
+    except OSError as error:
+        if error.errno in TAKEN:
+            raise
+        context.log.write(f'What is to be added to {log_name} is lost: {error.strerror}', 'warning')
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+    try:
+        return launcher.start_command(command, variables, (descriptor, descriptor), name, on_end)
+    finally:
+        os.close(descriptor)
 
 
 class Actions(Part):
     """Actions: one command at a time, as a child, each action up to its first failure."""
 
-    def __init__(self, context: NodeContext, scripts: Scripts, link: ServerLink) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
         self.context = context
-        self.scripts = scripts
+        self.launcher = launcher
         self.link = link
         self.queue = collections.deque()    # type: collections.deque  # in hand; the first one is at work
         self.index = 0                      # of its command that runs, or comes next
@@ -20651,7 +20633,7 @@ class Actions(Part):
             self.context.log.write('Action stopped: another node has it', 'warning',
                                    action_id=self.queue[0]['id'])
             if self.process is not None:
-                self.scripts.kill(self.process)
+                self.launcher.kill([self.process])
             self.process, self.index = None, 0
         self.queue = collections.deque(action for action in self.queue if action['id'] not in ids)
 
@@ -20686,8 +20668,8 @@ class Actions(Part):
             return self.finish(False, f'stopped with its runner before command {self.index + 1}')
         try:
             command, variables = self.command_of(action)
-            self.process = self.scripts.start(
-                command, variables, self.log_name, f"a{action['id']}-{self.index}", self.on_command_end)
+            self.process = start_script(self.context, self.launcher, command, variables, self.log_name,
+                                        f"a{action['id']}-{self.index}", self.on_command_end)
         except (OSError, ValueError, TorcError) as error:
             if getattr(error, 'errno', None) in EXHAUSTION:
                 return self.context.pause(str(error))
@@ -20786,14 +20768,13 @@ class Completions(Part):
     """Ends of attempts: judged, tried again or not, reported, and counted when they are acknowledged."""
 
     def __init__(self, context: NodeContext, policy: ClaimPolicy, starter: Any, measure: Any,
-                 scripts: Scripts, link: ServerLink) -> None:
+                 link: ServerLink) -> None:
         self.context = context
         self.policy = policy
         self.attempts = policy.attempts
         self.starter = starter
         self.measure = measure      # what jobs use: Monitor, or Accounting where they are steps
         self.cap = OutputCap(context.options.max_output_bytes, self.attempts)
-        self.scripts = scripts
         self.link = link
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         self.outputs = {}       # type: Dict[int, str]  # files whose hashes the RO-Crate wants: id -> path
@@ -20925,7 +20906,8 @@ class Completions(Part):
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
         on_end = functools.partial(self.on_recovery_end, attempt, bool(context.leaving), log_name)
         try:
-            attempt.process = self.scripts.start(attempt.script, variables, log_name, name, on_end)
+            attempt.process = start_script(
+                context, self.starter.launcher, attempt.script, variables, log_name, name, on_end)
         except (OSError, ValueError) as error:
             if getattr(error, 'errno', None) in EXHAUSTION:
                 context.pause(str(error))
@@ -20945,14 +20927,6 @@ class Completions(Part):
                             f"{line and ': '}{line} (its log: {log_name})")
         else:
             self.report(attempt)
-
-    def drop_recovery(self, attempt: Attempt) -> None:
-        """An attempt was revoked: its recovery script would run beside a later one."""
-        self.attempts.change(attempt, '')
-        self.context.log.write('No recovery script: another runner has the job', 'warning',
-                               **self.context.names(attempt))
-        if attempt.process is not None:
-            self.scripts.kill(attempt.process)
 
     def skip_recovery(self, attempt: Attempt) -> None:
         """The runner is stopped: the job is ready again, as those that it stops, and no retry is spent."""
@@ -21137,17 +21111,15 @@ class Dispatcher(Part):
     def revoke(self, keys: Sequence[Sequence[int]]) -> None:
         """These attempts are ours no longer: they were reset, or given to others. Stop them first of all."""
         gone, context = {tuple(key) for key in keys}, self.context
-        if not gone:
-            return
-        for attempt in self.attempts.of('claimed', 'recovering'):
-            if attempt.key in gone and attempt.state == 'claimed':
-                self.attempts.change(attempt, '')
-            elif attempt.key in gone:
-                self.completions.drop_recovery(attempt)
-        stopped = [attempt for attempt in self.attempts.of('running') if attempt.key in gone]
-        for attempt in stopped:
-            attempt.set_stopping('revoked')
+        attempts = self.attempts.of('claimed', 'running', 'recovering') if gone else ()
+        revoked = [attempt for attempt in attempts if attempt.key in gone]
+        stopped = [attempt for attempt in revoked if attempt.state == 'running']
+        for attempt in revoked:
             context.log.write('Job stopped: another runner has it', 'warning', **context.names(attempt))
+            attempt.set_stopping('revoked')
+            if attempt.state != 'running':      # a recovery script would run beside a later attempt
+                self.starter.launcher.kill(filter(None, [attempt.process]))
+                self.attempts.change(attempt, '')
         self.starter.kill(stopped)
         if stopped:
             names = first_of([attempt.name for attempt in stopped])
@@ -21182,11 +21154,8 @@ class Dispatcher(Part):
     def stop(self, reason: str, lead_s: float, signal_number: Optional[int]) -> None:
         """Ask all jobs to end; SIGKILL follows after `lead_s`. A judgement that waits for a signal has it."""
         name, attempts = signal.Signals(self.context.stop_signal).name, self.attempts.of('running')
-        for attempt in self.attempts.of('ended') if signal_number else ():
-            if not attempt.stopped_for and may_share_signal(attempt.end):
-                attempt.set_stopping(reason, signal_number)
-        for attempt in attempts:
-            end = attempt.process.end       # if there is one, only leftovers of the job live
+        for attempt in attempts + self.attempts.of('ended'):
+            end = attempt.end or attempt.process.end        # of a job that runs: only its leftovers live
             if not attempt.stopped_for and (end is None or signal_number and may_share_signal(end)):
                 attempt.set_stopping(reason, signal_number)
             if end is None:
@@ -21613,22 +21582,18 @@ class SlurmStarter(Part):
         self.send(early, self.early[0] if self.early else '')
         self.cancel(killed, now)
 
-    def send(self, attempts: Sequence[Attempt], name: str) -> None:
-        """Send a signal to all processes of steps: never to srun, which would kill them at once."""
-        for attempt in attempts:
-            self.context.log.write(f'Job SIG{name} (srun)', workflow_id=self.context.workflow_id,
-                                   job_id=attempt.id)
-        self.call_scancel(attempts, name)
-
-    def call_scancel(self, attempts: Sequence[Attempt], name: str = '',
-                     on_reply: Callable[[Reply], Any] = bool) -> None:
-        """Have scancel reach all these steps."""
+    def send(self, attempts: Sequence[Attempt], name: str, on_reply: Callable[[Reply], Any] = bool) -> None:
+        """Have one scancel signal all processes of steps: a signal to srun would kill them at once."""
         def on_answer(reply: Reply) -> None:
             if reply.code and 'already completing or completed' not in reply.err:
                 self.context.log.write(f'scancel: {explain_reply(reply)}', 'warning')
             on_reply(reply)
-        if attempts:
-            argv = cancel_argv(self.allocation.job_id, [one.step.notes.number for one in attempts], name)
+        for attempt in attempts:
+            self.context.log.write(f'Job SIG{name} (srun)', workflow_id=self.context.workflow_id,
+                                   job_id=attempt.id, pid=attempt.process.pid)
+        numbers = [attempt.step.notes.number for attempt in attempts if attempt.step.notes.number]
+        if numbers:
+            argv = cancel_argv(self.allocation.job_id, numbers, '' if name == 'KILL' else name)
             self.launcher.query(argv, SLURM_QUERY_S, on_answer, query_variables())
 
     # ---- stopping ----
@@ -21662,12 +21627,10 @@ class SlurmStarter(Part):
         """Kill steps. A srun without one gives up at SIGTERM; SIGKILL would leave alone what comes late."""
         for attempt in attempts:
             process, attempt.step.is_killed = attempt.process, True
-            self.context.log.write('Job SIGKILL (srun)', workflow_id=self.context.workflow_id,
-                                   job_id=attempt.id, pid=process.pid)
             process.kill_at = now + STEP_KILL_S
             if not attempt.step.notes.number and process.end is None:
                 send_signal([process.pid], signal.SIGTERM)
-        self.call_scancel([attempt for attempt in attempts if attempt.step.notes.number])
+        self.send(attempts, 'KILL')
 
     def close(self) -> None:
         """The runner leaves: nothing of any step may live on."""
@@ -21703,7 +21666,7 @@ class SlurmStarter(Part):
         def on_reply(_: Reply) -> None:
             attempt.step.is_canceling = False
         attempt.step.is_canceling = True
-        self.call_scancel([attempt], on_reply=on_reply)
+        self.send([attempt], 'KILL', on_reply)
 
     def judge(self, attempt: Attempt) -> Optional[Verdict]:
         """What the end of a step means, or None for "later": then it is asked again in each turn."""
@@ -22336,12 +22299,11 @@ class Shutdown(Part):
     """How this runner leaves: the timeline of the page "Execution Modes", signals, and the reason."""
 
     def __init__(self, context: NodeContext, launcher: Launcher, watch: AllocationWatch,
-                 dispatcher: Dispatcher, scripts: Scripts, link: ServerLink) -> None:
+                 dispatcher: Dispatcher, link: ServerLink) -> None:
         self.context = context
         self.launcher = launcher
         self.watch = watch
         self.dispatcher = dispatcher
-        self.scripts = scripts
         self.actions = dispatcher.actions
         self.link = link
         self.left_work = ''         # why it leaves, in words, if work was left
@@ -22454,13 +22416,14 @@ class Shutdown(Part):
             return
         self.context.stop_at = math.inf
         self.actions.stop()
+        find_job = self.dispatcher.attempts.find
+        scripts = [process for process in self.launcher.children if not find_job(process)]
+        self.launcher.stop(scripts, self.context.stop_signal, lead_s)
         if has_begun:
-            self.scripts.stop(self.context.stop_signal, lead_s)
             return
         log, count = self.context.log, self.dispatcher.attempts.count('running')
         log.write('Jobs terminating', workflow_id=self.context.workflow_id, count=count)
         self.dispatcher.stop(reason, lead_s, self.interrupted_by)
-        self.scripts.stop(self.context.stop_signal, lead_s)
         log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
 
     # ---- when nobody has asked for it ----
@@ -22628,12 +22591,11 @@ class Runner:
         self.accounting = Accounting(context, launcher, starter, self.monitor) if context.in_steps \
             else None       # type: Optional[Accounting]
         measure = self.accounting or self.monitor       # what srun uses here is not what the job does
-        scripts = Scripts(context, launcher)
-        self.actions = Actions(context, scripts, link)
-        self.completions = Completions(context, self.policy, starter, measure, scripts, link)
+        self.actions = Actions(context, launcher, link)
+        self.completions = Completions(context, self.policy, starter, measure, link)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, link, self.actions)
         watch = AllocationWatch(context, launcher)
-        self.shutdown = Shutdown(context, launcher, watch, self.dispatcher, scripts, link)
+        self.shutdown = Shutdown(context, launcher, watch, self.dispatcher, link)
         self.drain = OfflineDrain(context, link)
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.has_survey = False     # the server has said which jobs will never run here
