@@ -21950,8 +21950,8 @@ class Allocation:
         self.job_id = job_id
         self.node_names = []        # type: List[str]  # those that this runner works with
         self.sizes = []             # type: List[NodeSize]  # ... and what it has of each
-        self.node_index = 0         # of this node among all of the Slurm job's: the first one does the chores
-        self.is_on_node = True      # False: on the login node, as in a shell of salloc(1)
+        self.own_index = None       # type: Optional[int]  # of this node; None: as in a shell of salloc(1)
+        self.node_index = 0         # ... among all of the Slurm job's: the first one does the chores
         self.is_subtask = False     # one of several runners, or in a step: only this node is its own
         self.task_pid = os.getpid()
         self.restart_count = 0
@@ -21964,28 +21964,20 @@ class Allocation:
         self.is_in_doubt = False    # sacct is being asked whether somebody has canceled it
         self.canceled = ''          # somebody has: one sentence
 
-    @property
-    def own_index(self) -> Optional[int]:
-        """Index of this node among node_names; None on a login node."""
-        if not self.is_on_node:
-            return None
-        return 0 if self.is_subtask else self.node_index
-
     def keep_own_node(self) -> None:
         """Work with this node alone."""
         index = self.own_index
         if index is not None:
             self.node_names, self.sizes = [self.node_names[index]], [self.sizes[index]]
-            self.is_subtask = True
+            self.own_index, self.is_subtask = 0, True
 
     def leave_room(self, largest_bytes: int) -> None:
         """Keep memory of this node for the runner itself, unless the largest job could not start then."""
-        index = self.own_index
-        if index is not None:
-            size = self.sizes[index]
+        if self.own_index is not None:
+            size = self.sizes[self.own_index]
             least = largest_bytes if largest_bytes <= size.memory_bytes else 0
             left = max(size.memory_bytes - RUNNER_MEMORY_BYTES, least, size.memory_bytes // 2)
-            self.sizes[index] = size._replace(memory_bytes=left)
+            self.sizes[self.own_index] = size._replace(memory_bytes=left)
 
     def take_record(self, node: Dict[str, Any]) -> None:
         """The server has found the record of this allocation: its compute node says so."""
@@ -22008,9 +22000,7 @@ class Allocation:
 
 def parse_node_counts(text: str) -> List[int]:
     """'4(x2),2' -> [4, 4, 2]: SLURM_JOB_CPUS_PER_NODE, SLURM_STEP_TASKS_PER_NODE."""
-    matches = [COUNTS_PER_NODE.match(part.strip()) for part in text.split(',')]
-    counts = (itertools.repeat(int(match.group(1)), int(match.group(2) or 1)) for match in matches if match)
-    return list(itertools.islice(itertools.chain.from_iterable(counts), MAX_LISTED_NODES))
+    return [int(count) for count, times in COUNTS_PER_NODE.findall(text) for _ in range(int(times or 1))]
 
 
 def read_slurm_facts(line: str) -> Dict[str, str]:
@@ -22118,13 +22108,13 @@ def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
     listed = facts.get('NodeList') or environment.get('SLURM_JOB_NODELIST', '')
     found.node_names = expand_node_list(listed) or [host or socket.gethostname()]
     found.sizes = find_sizes(found.node_names, read_granted_sizes(line))
-    places = [index for index, name in enumerate(found.node_names) if name in (host, host.partition('.')[0])]
-    found.is_on_node, found.node_index = bool(places), sum(places[:1])
-    if places and (options.is_subtask or is_in_step()):
-        if not options.is_subtask:
-            index = found.node_index
-            found.sizes[index] = share_of_task(found.sizes[index], found.node_names[index])
+    index = next((index for index, name in enumerate(found.node_names)
+                  if name in (host, host.partition('.')[0])), None)
+    found.own_index, found.node_index = index, index or 0
+    if options.is_subtask or is_in_step():
         found.keep_own_node()
+    if found.is_subtask and not options.is_subtask:
+        found.sizes = [share_of_task(found.sizes[0], found.node_names[0])]
     return found, '' if facts else f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
 
 
@@ -22552,7 +22542,7 @@ def runner_nodes(context: NodeContext) -> List[NodeSize]:
     Without steps jobs start here only; unless they are not limited, such as those that call srun themselves.
     """
     allocation, options = context.allocation, context.options
-    if allocation is not None and not (context.in_steps or allocation.is_on_node):
+    if allocation is not None and allocation.own_index is None and not context.in_steps:
         context.say(f'jobs run here, on {socket.gethostname()}, which is no node of Slurm job '
                     f'{allocation.job_id}: start torc.py with srun to run them there, or take mode slurm',
                     'warning')
@@ -22774,12 +22764,8 @@ class Runner:
             where = {'journal': drain.path, 'base_dir': context.output.path, 'run_id': context.run_id}
             words.append(f"{' and '.join(kept)} are kept in {drain.path}")
         words = words or ['nothing is left to be reported']
-        error = Unreachable('\n'.join([self.link.error.message, *words]), **where)
-        if kept:
-            words.append(f'torc.py workflows reconcile {context.workflow_id} {context.run_id} --base-dir '
-                         f'{shlex.quote(context.output.path)}, when the server is back')
         context.log.write(f"Offline drain complete: {'; '.join(words)}", 'warning')
-        return error
+        return Unreachable('\n'.join([self.link.error.message, *words]), **where)
 
 
 def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
