@@ -14340,7 +14340,6 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         announce(f'torc: serving {urls[0]}\nTORC_SERVER_PORT={port}\n{where}')
         if options.ends_with_input:
             threading.Thread(target=stop_with_input, args=(server,), daemon=True).start()
-        give_memory_back()      # a third of it is left over from compiling this file
         server.serve_forever()
         log.info('no longer serving %s', options.database)
 
@@ -16694,9 +16693,8 @@ def spawn(argv: Sequence[bytes], environment: Dict[bytes, bytes], descriptors: S
 
     posix_spawn costs the same whatever the size of this process, a fork 2.5 ms with 100 MB. OSError.
     """
-    actions = [(0, descriptor, number) for number, descriptor in enumerate(descriptors)]
     with contextlib.suppress(AttributeError, NotImplementedError):     # before Python 3.8; glibc 2.26
-        actions = [(os.POSIX_SPAWN_DUP2, *pair[1:]) for pair in actions]
+        actions = [(os.POSIX_SPAWN_DUP2, descriptor, number) for number, descriptor in enumerate(descriptors)]
         return os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsigmask=(),
                               setsigdef=RESET_SIGNALS, setsid=True)
     stdin, stdout, stderr = descriptors
