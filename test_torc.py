@@ -12000,11 +12000,15 @@ class StepsTest(WorldTest):
 # ======== 12a. Monitor ========
 
 
-class FakeProc:
-    """A root like /proc, of files that tests write."""
+MB = 1 << 20
 
-    def __init__(self) -> None:
+
+class ProcTest(unittest.TestCase):
+    """Tests with a root like /proc, of files that they write."""
+
+    def setUp(self) -> None:
         self.root = tempfile.mkdtemp(prefix='torc proc ')
+        self.addCleanup(shutil.rmtree, self.root)
 
     def write(self, name: str, text: str) -> str:
         """A file; its path."""
@@ -12025,23 +12029,12 @@ class FakeProc:
         shutil.rmtree(os.path.join(self.root, str(pid)))
 
 
-MB = 1 << 20
-
-
-class ProcTest(unittest.TestCase):
-    """Tests with a FakeProc."""
-
-    def setUp(self) -> None:
-        self.proc = FakeProc()
-        self.addCleanup(shutil.rmtree, self.proc.root)
-
-
 class SamplerTest(ProcTest):
     """What is read of jobs' processes, and when."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.sampler = torc.TreeSampler(10.0, self.proc.root)
+        self.sampler = torc.TreeSampler(10.0, self.root)
 
     def tree(self, pid: int = 10, limit_mb: int = 0) -> Any:
         """A job whose first process is `pid`, begun at time 0."""
@@ -12053,13 +12046,13 @@ class SamplerTest(ProcTest):
         one, two = self.tree(10), self.tree(20)
         for pid, more in ((10, {}), (11, {'parent': 10}), (12, {'session': 12, 'parent': 11, 'start': 6}), (20, {'session': 20}),
                           (13, {'session': 13, 'parent': os.getpid()}), (14, {'session': 14, 'parent': os.getpid()})):
-            self.proc.process(pid, **more)
-        self.proc.write('13/environ', 'A=b\0TORC_RUN_TAG=tag-10;\0')
+            self.process(pid, **more)
+        self.write('13/environ', 'A=b\0TORC_RUN_TAG=tag-10;\0')
         self.sampler.look(10.0)
         self.assertEqual(({10, 11, 12, 13}, {20}), (set(one.members), set(two.members)))
-        self.proc.process(15, session=15, parent=12)
-        self.proc.end(13)
-        self.proc.process(11, session=1, start=99)      # its pid was used again
+        self.process(15, session=15, parent=12)
+        self.end(13)
+        self.process(11, session=1, start=99)      # its pid was used again
         self.assertEqual([10, 20], self.sampler.look(20.0))
         self.assertEqual(({10, 12, 15}, 3 * MB), (set(one.members), one.memory_bytes))
 
@@ -12067,11 +12060,11 @@ class SamplerTest(ProcTest):
         tree, found = self.tree(), []
         for child, parent_ticks in (((), 0), ((30, 'S'), 0), ((50, 'Z'), 0), ((), 50), ((7, 'S'), 50), ((), 50)):
             if child:
-                self.proc.process(11, ticks=(child[0], 0, 0, 0), state=child[1])
-            elif os.path.exists(f'{self.proc.root}/11'):
-                self.proc.end(11)
+                self.process(11, ticks=(child[0], 0, 0, 0), state=child[1])
+            elif os.path.exists(f'{self.root}/11'):
+                self.end(11)
             if found:
-                self.proc.process(10, ticks=(0, 0, parent_ticks, 0))
+                self.process(10, ticks=(0, 0, parent_ticks, 0))
             self.sampler.look(10.0 * (len(found) + 1))
             found.append((tree.cpu_ticks, tree.num_processes, tree.usage.num_samples))
         self.assertEqual([(0, 0, 0), (30, 2, 1), (50, 1, 2), (50, 1, 3), (57, 2, 4), (57, 1, 5)], found)
@@ -12084,7 +12077,7 @@ class SamplerTest(ProcTest):
         with unittest.mock.patch('torc.LOOK_SHARE', 1e9):
             while len(times) < 6:
                 now = self.sampler.next_at
-                self.proc.process(20, session=20, size_mb=sizes_mb.get(round(now, 1), 0))
+                self.process(20, session=20, size_mb=sizes_mb.get(round(now, 1), 0))
                 times.append((round(now, 2), len(self.sampler.look(now))))
         self.assertEqual([(4.0, 0), (6.0, 0), (6.1, 0), (8.1, 0), (10.0, 2), (14.0, 0)], times)
         self.sampler.trees.clear()
@@ -12093,7 +12086,7 @@ class SamplerTest(ProcTest):
 
     def test_looks_between_the_samples_keep_their_share_of_a_cpu(self):
         self.tree(limit_mb=100)
-        self.proc.process(10, size_mb=99)
+        self.process(10, size_mb=99)
         for now, cost, next_at in ((1.0, 0.0, 1.1), (2.0, 0.05, 2.0 + 0.05 / torc.LOOK_SHARE), (3.0, 0.9, 10.0)):
             with unittest.mock.patch('time.process_time', side_effect=[7.0, 7.0 + cost]):
                 self.sampler.look(now)
@@ -12103,23 +12096,23 @@ class SamplerTest(ProcTest):
         first, second = ((33, 1), (33, 2), (50, 4)), ((0, 0), (50, 8), (100, 16))
         for limit, wanted in ((115, (83, 6)), (116, (116, 7))):     # a second look costs as much as the first
             with unittest.mock.patch('torc.read_memory_sizes', side_effect=[*first, *second]):
-                self.assertEqual(wanted, torc.check_tree(self.proc.root, [1, 2, 3], limit))
+                self.assertEqual(wanted, torc.check_tree(self.root, [1, 2, 3], limit))
 
     def test_shared_pages_are_counted_once_and_files_not_at_all_from_the_first_check_on(self):
         tree = self.tree(limit_mb=100)
         for pid in (10, 11, 12):
-            self.proc.process(pid, size_mb=90)
-            self.proc.write(f'{pid}/smaps_rollup', 'Rss: 92160 kB\nPss:    40960 kB\nPss_Anon: 1 kB\nPss_File: 10240 kB\n')
+            self.process(pid, size_mb=90)
+            self.write(f'{pid}/smaps_rollup', 'Rss: 92160 kB\nPss:    40960 kB\nPss_Anon: 1 kB\nPss_File: 10240 kB\n')
         self.sampler.look(1.0)
         self.assertEqual((True, 0), (tree.needs_check(1.0), tree.usage.peak_memory_bytes), 'it is in doubt')
-        sizes = torc.check_tree(self.proc.root, [*tree.members, 99], tree.limit_bytes)
+        sizes = torc.check_tree(self.root, [*tree.members, 99], tree.limit_bytes)
         self.assertEqual((90 * MB, 180 * MB), sizes)
         self.assertFalse(tree.take_check(1.1, 0.01, sizes))
         self.sampler.look(1.2)
         self.assertEqual((90 * MB, 90 * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes))
         self.assertEqual([False, True], [tree.needs_check(1.1 + rests * 0.01) for rests in (19, 21)], 'pages may be shared no longer')
         for pid in (11, 12):        # while it was checked, say
-            self.proc.process(pid, size_mb=96)
+            self.process(pid, size_mb=96)
         self.sampler.look(1.3)
         self.assertFalse(tree.take_check(1.4, 0.01, sizes))
         self.sampler.look(1.5)
@@ -12128,8 +12121,8 @@ class SamplerTest(ProcTest):
         self.assertEqual(101 * MB, tree.usage.peak_memory_bytes)
 
     def test_a_process_whose_shares_may_not_be_read_counts_without_its_files(self):
-        self.proc.write('10/statm', '500 300 100 1 0 200 0\n')
-        self.assertEqual((200 * torc.PAGE_BYTES, 100 * torc.PAGE_BYTES), torc.read_memory_sizes(self.proc.root, 10))
+        self.write('10/statm', '500 300 100 1 0 200 0\n')
+        self.assertEqual((200 * torc.PAGE_BYTES, 100 * torc.PAGE_BYTES), torc.read_memory_sizes(self.root, 10))
 
 
 class UsageTest(ProcTest):
@@ -12157,11 +12150,11 @@ class UsageTest(ProcTest):
             self.assertEqual({name: value for name, value in zip(names, wanted) if value is not None}, usage.fields(*end))
 
     def test_a_node_has_peaks_and_averages_of_what_is_measured(self):
-        self.proc.write('stat', 'cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1 1 1 1\n')
-        nodes = [torc.NodeUsage(cpu, memory, self.proc.root) for cpu, memory in ((True, True), (False, True), (True, False))]
+        self.write('stat', 'cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1 1 1 1\n')
+        nodes = [torc.NodeUsage(cpu, memory, self.root) for cpu, memory in ((True, True), (False, True), (True, False))]
         for idle, available_kb, wanted in ((800, 1 << 19, (50.0, 1 << 29, 1 << 30)), (1100, 1 << 18, (0.0, 3 << 28, 1 << 30))):
-            self.proc.write('stat', f'cpu  150 0 100 {idle} 50 0 0 0 50 0\n')
-            self.proc.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemAvailable:  {available_kb} kB\n')
+            self.write('stat', f'cpu  150 0 100 {idle} 50 0 0 0 50 0\n')
+            self.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemAvailable:  {available_kb} kB\n')
             self.assertEqual([wanted, (None, *wanted[1:]), (wanted[0], None, None)], [node.sample() for node in nodes])
         cpu, memory = {'peak_cpu_percent': 50.0, 'avg_cpu_percent': 12.5}, {'peak_memory_bytes': 3 << 28, 'avg_memory_bytes': 5 << 27}
         self.assertEqual([{'sample_count': 2, **cpu, **memory}, {'sample_count': 2, **memory}, {'sample_count': 2, **cpu}],
@@ -12172,26 +12165,26 @@ class OomCounterTest(ProcTest):
     """Where the kernel counts what it has killed for lack of memory."""
 
     def test_the_file_is_that_of_our_control_group(self):
-        self.proc.write('proc/self/cgroup', '4:memory:/job\n0::/a/b\n')
+        self.write('proc/self/cgroup', '4:memory:/job\n0::/a/b\n')
         for mount, name in (('/cg rw - cgroup2 cgroup2 rw', 'cg/a/memory.events'),
                             ('/mem rw - cgroup cgroup rw,memory', 'mem/job/memory.oom_control')):
             nameless = '24 1 0:1 / /tmp rw - tmpfs  rw\n'
-            self.proc.write('proc/self/mountinfo', f'{nameless}25 1 0:1 / {mount}\n')
-            self.assertEqual('', torc.find_oom_file(self.proc.root))
-            self.assertEqual(self.proc.write(name, ''), torc.find_oom_file(self.proc.root))
+            self.write('proc/self/mountinfo', f'{nameless}25 1 0:1 / {mount}\n')
+            self.assertEqual('', torc.find_oom_file(self.root))
+            self.assertEqual(self.write(name, ''), torc.find_oom_file(self.root))
 
     def test_each_kill_explains_one_end_soon_and_only_where_no_other_user_can_have_been_killed(self):
-        self.proc.write('group/cgroup.procs', f'{os.getpid()}\n999999999\n')
-        counter = torc.OomCounter(self.proc.write('group/memory.events', 'oom 3\noom_kill 1\noom_group_kill 0\n'))
+        self.write('group/cgroup.procs', f'{os.getpid()}\n999999999\n')
+        counter = torc.OomCounter(self.write('group/memory.events', 'oom 3\noom_kill 1\noom_group_kill 0\n'))
         self.assertFalse(counter.take(), 'it was before us')
         for at, kills, wanted in ((100.0, 3, [True, True, False]), (110.0, 4, []), (120.0, 5, [True, False])):
-            self.proc.write('group/memory.events', f'oom 3\noom_kill {kills}\n')
+            self.write('group/memory.events', f'oom 3\noom_kill {kills}\n')
             counter.look(at)
             self.assertEqual(wanted, [counter.take() for _ in wanted], at)
         other = subprocess.Popen(['sleep', '1000'], preexec_fn=(lambda: os.setuid(OTHER_UID)) if os.geteuid() == 0 else None)
         self.addCleanup(lambda: (other.kill(), other.wait()))
-        self.proc.write('group/inner/cgroup.procs', f'{other.pid}\n')
-        self.proc.write('group/memory.events', 'oom_kill 6\n')
+        self.write('group/inner/cgroup.procs', f'{other.pid}\n')
+        self.write('group/memory.events', 'oom_kill 6\n')
         self.assertEqual(os.geteuid() != 0, counter.take(), 'only root can be somebody else here')
 
 
@@ -12483,6 +12476,14 @@ class LauncherTest(WorldTest):
             self.world.wait(lambda: self.look() and not self.launcher.children, 10, 'its end')
             wake()
         self.assertGone('a')
+
+    def test_what_ends_while_it_is_given_up_ends_once(self):
+        job = self.start('exec sleep 1000')
+        self.launcher.kill([job])
+        self.world.wait(lambda: ') Z ' in read_text(f'/proc/{job.pid}/stat'), 10, 'its end')
+        with unittest.mock.patch.object(torc, 'UNKILLABLE_S', 0):
+            self.launcher.gives_up = True
+            self.assertEqual([job], self.launcher.poll())
 
     def test_closing_kills_everything_even_what_has_hidden_its_origin(self):
         self.start("(env -i setsid sh -c 'echo $$ > a; exec sleep 1000' &) ; echo $$ > b; exec sleep 1000")
@@ -24931,7 +24932,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33535
+TORC_LINES = 33523
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

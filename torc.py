@@ -1103,13 +1103,18 @@ def read_clocks() -> Clocks:
     return Clocks(uptime_s(), time.time())
 
 
+def read_proc_text(path: str) -> bytes:
+    """A file of /proc or of a control group; b'' if it cannot be read."""
+    try:
+        with open(path, 'rb') as file:
+            return file.read()
+    except OSError:     # it ended perhaps between open and read (ESRCH)
+        return b''
+
+
 def read_boot_id() -> str:
     """Identity of this boot of this machine (/proc/sys/kernel/random/boot_id), or '' where unknown."""
-    try:
-        with open('/proc/sys/kernel/random/boot_id') as file:
-            return file.read().strip()
-    except OSError:
-        return ''
+    return read_proc_text('/proc/sys/kernel/random/boot_id').decode().strip()
 
 
 def read_pid_namespace() -> int:
@@ -1137,23 +1142,21 @@ def adopt_orphans(adopts: bool) -> bool:
     return bool(before.value)
 
 
-def read_proc_stat(pid: int) -> List[bytes]:
-    """Fields of /proc/PID/stat from the third on, the state (proc(5)); [] if there is no such process.
+def read_stat_fields(root: str, pid: int) -> List[bytes]:
+    """Fields of /proc/PID/stat from the third on, also of a zombie (proc(5)); [] if the process is gone."""
+    fields = read_proc_text(f'{root}/{pid}/stat').rpartition(b')')[2].split()
+    return fields if len(fields) > 21 else []
 
-    A zombie counts as none: it cannot be signalled to any effect. A process of which only the first thread
-    has ended (pthread_exit(3) in main) shows the same state, and lives: it has other threads.
+
+def read_proc_stat(pid: int) -> List[bytes]:
+    """The same; [] for a zombie, too, which cannot be signalled to any effect.
+
+    A process of which only the first thread has ended (pthread_exit(3) in main) shows the same state, and
+    lives: it has other threads.
     """
-    try:
-        descriptor = os.open(f'/proc/{pid}/stat', os.O_RDONLY)
-    except OSError:
-        return []
-    try:
-        fields = os.read(descriptor, 4096).rpartition(b')')[2].split()
-    except OSError:     # ESRCH: it ended between open and read
-        return []
-    finally:
-        os.close(descriptor)
-    return [] if fields[0] == b'X' or fields[0] == b'Z' and int(fields[17]) < 2 else fields
+    fields = read_stat_fields('/proc', pid)
+    is_over = not fields or fields[0] == b'X' or fields[0] == b'Z' and int(fields[17]) < 2
+    return [] if is_over else fields
 
 
 def read_process_start_ticks(pid: int) -> int:
@@ -15934,21 +15937,6 @@ KEEPER_NAME = b'torc-keeper'            # as ps and top show it (comm)
 KEEPER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
                   signal.SIGUSR2, signal.SIGXCPU, signal.SIGTSTP, signal.SIGCHLD, signal.SIGURG)
 MAX_KEEPER_BYTES = 2 ** 16              # of a message
-
-
-def read_proc_text(path: str) -> bytes:
-    """A file of /proc or of a control group; b'' if it cannot be read."""
-    try:
-        with open(path, 'rb') as file:
-            return file.read()
-    except OSError:     # it ended perhaps between open and read (ESRCH)
-        return b''
-
-
-def read_stat_fields(root: str, pid: int) -> List[bytes]:
-    """Fields of /proc/PID/stat from the third on, also of a zombie (proc(5)); [] if the process is gone."""
-    fields = read_proc_text(f'{root}/{pid}/stat').rpartition(b')')[2].split()
-    return fields if len(fields) > 21 else []
 
 
 def read_counter(text: bytes, name: bytes) -> Optional[int]:
