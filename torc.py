@@ -22846,8 +22846,8 @@ class AllocationsSeen:
     """What one squeue says of a workflow's allocations (rows of survey_allocations)."""
 
     def __init__(self) -> None:
-        self.alive = {'pending': [], 'active': []}      # type: Dict[str, List[Dict[str, Any]]]
-        self.requeued = []          # type: List[Dict[str, Any]]  # active ones that wait in the queue again
+        self.alive = {'pending': 0, 'active': 0}
+        self.requeued = []          # type: List[int]  # Slurm jobs of active ones that are in the queue again
         self.gone = {}              # type: Dict[int, SlurmEnd]  # by Slurm job
         self.doubts = []            # type: List[str]  # what is left alone, and why
 
@@ -22889,9 +22889,9 @@ def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: s
             name = parse_slurm_state(name)
             doubt = f'Slurm job {number} {state.meaning} ({name})' if name in PASSING_STATES else ''
             if name != 'COMPLETING':
-                seen.alive['pending' if state.is_pending else 'active'].append(row)
+                seen.alive['pending' if state.is_pending else 'active'] += 1
             is_back = state.is_pending and not state.is_live and name not in PASSING_STATES
-            seen.requeued += [row] if is_back and row['status'] == 'active' else []
+            seen.requeued += [number] if is_back and row['status'] == 'active' else []
         seen.doubts += [doubt] if doubt else []
     return seen
 
@@ -22968,9 +22968,9 @@ def evidence_of(seen: AllocationsSeen, now: float) -> List[Dict[str, Any]]:
         if end.ended_at is not None and end.state != 'NODE_FAIL':
             row['ended_s'] = max(0.0, now - end.ended_at)
         found.append(row)
-    return found + [{'slurm_job_id': row['slurm_job_id'], 'is_queued': True, 'is_interrupted': True,
-                     'reason': f"Slurm has put job {row['slurm_job_id']} into the queue again"}
-                    for row in seen.requeued]
+    return found + [{'slurm_job_id': number, 'is_queued': True, 'is_interrupted': True,
+                     'reason': f'Slurm has put job {number} into the queue again'}
+                    for number in seen.requeued]
 
 
 def find_dead_nodes(nodes: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
@@ -23089,16 +23089,12 @@ MEASURES = {
 }
 
 
-def is_placeholder(needs: Dict[str, Any]) -> bool:
-    """Whether requirements are those of jobs that name none."""
-    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
-
-
 def limit_of(resource: str, needs: Dict[str, Any]) -> float:
     """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
     row = MEASURES[resource]
+    is_placeholder = all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
     try:
-        return 0.0 if is_placeholder(needs) else row.parse(needs[row.field])
+        return 0.0 if is_placeholder else row.parse(needs[row.field])
     except ValueError:
         return 0.0
 
@@ -23435,7 +23431,7 @@ def bound_correction(item: Correction, ceiling: Ceiling, notes: List[str]) -> Li
 def why_not_helped(failure: JobUse, lacked: str, needs: Dict[str, Any]) -> str:
     """Why a job that lacked a resource gets no more of it."""
     meaning, field = FAILURE_CLASSES[failure.kind].meaning, MEASURES[lacked].field
-    if is_placeholder(needs):
+    if not limit_of(lacked, needs):
         return f'{meaning}, and asks for none: give it resource_requirements'
     cure = 'make it smaller' + (', or let it go on from a checkpoint' if lacked == 'runtime' else '')
     return f'{meaning}, and cannot get more than {field} {needs[field]}: {cure}'
@@ -23536,7 +23532,6 @@ def override_class(kind: Dict[str, Any], changed: Dict[str, Any]) -> ResourceCla
 class Renewal(Row):
     """A scheduler, as far as its allocations are needed."""
     block: Dict[str, Any]       # as an entry of slurm_schedulers
-    has_dependencies: bool
     is_bound: bool
     jobs: List[int]             # that it is for, and is bound to
     stages: List[Dict[str, Any]]        # num_allocations, and job_ids: their gates; none: at once
@@ -23601,7 +23596,7 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) ->
                 stages.append({'job_ids': gates, 'num_allocations': stage.num_allocations - taken})
         if stages:
             block = scheduler_block(made, account)
-            renewals.append(Renewal(block, made.has_dependencies, made.is_bound, sorted(jobs), stages))
+            renewals.append(Renewal(block, made.is_bound, sorted(jobs), stages))
     return renewals
 
 
@@ -23618,7 +23613,7 @@ def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str,
         count -= supply.take(Stage(jobs, [], count), runtime_s)
         if count:
             stage = {'job_ids': gates, 'num_allocations': count}
-            renewals.append(Renewal(block, bool(first), True, jobs, [stage], chain_id))
+            renewals.append(Renewal(block, True, jobs, [stage], chain_id))
     return renewals
 
 
@@ -23658,7 +23653,7 @@ def regeneration_rows(demand: Demand, renewals: Sequence[Renewal],
                    num_allocations=sum_allocations([renewal]), job_count=len(renewal.jobs))
         if not scheduler_ids:
             row['job_names'] = [demand.graph.names[job] for job in renewal.jobs]
-        rows.append(dict(row, has_dependencies=renewal.has_dependencies))
+        rows.append(dict(row, has_dependencies=any(stage['job_ids'] for stage in renewal.stages)))
     return rows
 
 
@@ -23736,6 +23731,17 @@ class Watcher:
         return self.seen['has_interruptions'] or self.seen['ended_allocations'] > self.ended_allocations
 
     @property
+    def num_allocations(self) -> int:
+        """Those that wait or are at work."""
+        return self.seen['status']['pending_scheduled_nodes'] + self.seen['status']['active_scheduled_nodes']
+
+    @property
+    def num_ready(self) -> int:
+        """Ready jobs for which any runner will do, less those with a label that no runner has."""
+        status = self.seen['status']
+        return status['jobs_by_status']['ready'] - sum((status.get('unserved_ready_labels') or {}).values())
+
+    @property
     def is_recovering(self) -> bool:
         """Whether a recovery of this very run was begun: one that was killed is finished."""
         return self.seen['run_id'] in self.recovered_runs
@@ -23763,7 +23769,7 @@ class Watcher:
     def next_step(self, now: float) -> WatchStep:
         """What to do."""
         status = self.seen['status']
-        counts, num_allocations = status['jobs_by_status'], scheduled_nodes(status)
+        counts, num_allocations = status['jobs_by_status'], self.num_allocations
         is_active = any(counts[STATUS_NAMES[code]] for code in ACTIVE)
         has_workers = bool(num_allocations or status['active_compute_nodes'])
         if status['is_canceled']:
@@ -23810,9 +23816,8 @@ class Watcher:
         is_due = args['auto_schedule'] and since_s >= pause_s
         stranded_s = args['auto_schedule_stranded_timeout']     # after which one job is enough; 0: never
         least = 1 if 0 < stranded_s <= since_s else args['auto_schedule_threshold']
-        number = unlabelled_ready(self.seen['status'])
-        if is_due and self.has_losses and number >= least:      # what is left may have too much to do
-            return WatchStep('schedule', f'{number} jobs are ready, and allocations were lost')
+        if is_due and self.has_losses and self.num_ready >= least:      # what is left may have too much to do
+            return WatchStep('schedule', f'{self.num_ready} jobs are ready, and allocations were lost')
         if is_due and counts['ready'] and self.unplanned is None:
             return WatchStep('count')
         if is_due and len(self.unplanned or ()) >= least:
@@ -23822,17 +23827,16 @@ class Watcher:
     def judge_standstill(self, counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and nobody is at work."""
         seen, args, idle = self.seen, self.args, self.idle_submissions
-        number = unlabelled_ready(seen['status'])
         # What `recover` begins it also submits, unless it was killed, or Slurm took nothing; and again when
         # that was lost.
         is_recovered = self.recovered_runs[-1:] == [seen['run_id'] - 1]
         is_ours = args['recover'] and seen['had_allocations'] and (is_recovered or self.has_losses)
-        if number > 0 and (args['auto_schedule'] or is_ours) and seen['has_scheduler']:
+        if self.num_ready > 0 and (args['auto_schedule'] or is_ours) and seen['has_scheduler']:
             failures = max(self.num_failures, idle)
             pause_s = min(SCHEDULE_RETRY_S * 2 ** (failures - 1), SCHEDULE_RETRY_MOST_S) if failures else 0
             is_given_up = failures >= SCHEDULE_FAILURES and not args['persistent']
             if self.clock >= (self.scheduled_at or 0) + pause_s and not is_given_up:
-                return WatchStep('schedule', f'{number} jobs are ready, and there is no allocation')
+                return WatchStep('schedule', f'{self.num_ready} jobs are ready, and there is no allocation')
             failure = self.failure or f'those of {idle} submissions in a row have ended before any job ' \
                 'did: see the logs of their runners'
             is_end = bool(is_given_up or args['once'])
@@ -23842,7 +23846,7 @@ class Watcher:
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
         if args['persistent'] or self.still_polls < STANDSTILL_POLLS and not args['once']:
             return WatchStep('wait', reason)
-        command = 'recover' if number > 0 and seen['had_allocations'] else \
+        command = 'recover' if self.num_ready > 0 and seen['had_allocations'] else \
             'submit' if seen['has_scheduler'] else 'run'
         reason += f' (`{command}` it, or give --auto-schedule or --persistent)'
         return WatchStep('end', reason, 1, command)
@@ -23877,16 +23881,6 @@ class Watcher:
     def mark(self) -> None:
         """From now on others are losses."""
         self.last_result, self.ended_allocations = self.seen['last_result'], self.seen['ended_allocations']
-
-
-def scheduled_nodes(status: Dict[str, Any]) -> int:
-    """Allocations that wait or are at work, by a workflow's status."""
-    return status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
-
-
-def unlabelled_ready(status: Dict[str, Any]) -> int:
-    """Ready jobs for which any runner will do, less those with a label that no runner has."""
-    return status['jobs_by_status']['ready'] - sum((status.get('unserved_ready_labels') or {}).values())
 
 
 def is_over(counts: Dict[str, int]) -> bool:
@@ -30165,7 +30159,7 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
             'is_dry_run': is_dry_run}
     found = session.call('sync_allocations', body, workflow_id=workflow_id)
     return dict(found, doubts=seen.doubts + found['doubts'], dry_run=is_dry_run, workflow_id=workflow_id,
-                alive={name: len(rows) for name, rows in seen.alive.items()})
+                alive=seen.alive)
 
 
 def cmd_sync_status(session: Session, args: Arguments) -> int:
@@ -31472,7 +31466,7 @@ class Supervision:
             done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
             if not done.get('allocations_submitted'):
                 failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
-                if scheduled_nodes(self.watcher.seen['status']) and not lacks_allocations(done):
+                if self.watcher.num_allocations and not lacks_allocations(done):
                     self.watcher.on_no_submission('')
                     return self.say(f'no more allocations are submitted: {failure}')
         except (Unreachable, Conflict):
