@@ -20629,8 +20629,11 @@ class Actions(Part):
         self.queue = collections.deque(filter(None, [self.stopped]))
 
     def add(self, actions: Sequence[Dict[str, Any]]) -> None:
-        """Take claimed actions."""
-        self.queue.extend(actions)
+        """Take claimed actions; one that submits allocations has a command without a name."""
+        for action in actions:
+            is_submission = action['action_type'] != 'run_commands'
+            named = action['action_config'].get('commands') or ()
+            self.queue.append(dict(action, commands=[''] if is_submission else named))
 
     def act(self, now: float) -> None:
         """Start the next command as soon as that may be."""
@@ -20647,7 +20650,7 @@ class Actions(Part):
         if not self.index:
             self.context.log.write('Action started', action_id=action['id'],
                                    trigger_type=action['trigger_type'])
-        num_commands = len(self.commands_of(action))
+        num_commands = len(action['commands'])
         if self.index >= num_commands:
             return self.finish(True, f'{num_commands} commands completed')
         if action is self.stopped:
@@ -20661,18 +20664,12 @@ class Actions(Part):
                 return self.context.pause(str(error))
             self.finish(False, f'command {self.index + 1} cannot be started: {error}')
 
-    @staticmethod
-    def commands_of(action: Dict[str, Any]) -> Sequence[str]:
-        """Its commands, as messages name them: one, without a name, where it submits allocations."""
-        is_submission = action['action_type'] != 'run_commands'
-        return [''] if is_submission else action['action_config'].get('commands') or ()
-
     def command_of(self, action: Dict[str, Any]) -> Tuple[str, Dict[str, str]]:
         """The next command of an action, as a shell takes it, with its variables. OSError, TorcError.
 
         That of schedule_nodes is torc.py itself, which submits, and reaches the server as this runner does.
         """
-        context, command = self.context, self.commands_of(action)[self.index]
+        context, command = self.context, action['commands'][self.index]
         if command:
             return f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{command}', context.variables
         own_name = NAMED_JOB.match(os.environ.get('SLURM_JOB_NAME', ''))
@@ -20687,7 +20684,7 @@ class Actions(Part):
         """The next command follows, unless this one failed."""
         if self.process is not process:     # it was revoked
             return
-        command, code = self.commands_of(self.queue[0])[self.index], process.end.return_code
+        command, code = self.queue[0]['commands'][self.index], process.end.return_code
         self.process, self.index = None, self.index + 1
         if code and command:
             self.finish(False, f'command {self.index} ended with return code {code}: {command}')
@@ -20741,13 +20738,6 @@ class OutputCap:
                     os.truncate(path, self.limit_bytes)
                     name = name if len(files) == 2 else 'output'
                     attempt.cut[name] = attempt.cut.get(name, 0) + found.st_size - self.limit_bytes
-
-    def describe(self, attempt: Attempt) -> str:
-        """Cut the files of an attempt that has ended; what it has lost in all, or ''."""
-        self.cut(attempt)
-        return '; '.join(f'{name} was cut off at {format_memory(self.limit_bytes)} of '
-                         f'{format_memory(self.limit_bytes + num_bytes)} (--max-output-bytes)'
-                         for name, num_bytes in sorted(attempt.cut.items(), reverse=True))
 
 
 class Completions(Part):
@@ -20860,7 +20850,11 @@ class Completions(Part):
 
     def report_cuts(self, attempt: Attempt) -> None:
         """Add to the reason of an end, also a good one, what was cut off of its output."""
-        cuts = self.cap.describe(attempt)
+        self.cap.cut(attempt)
+        limit_bytes = self.cap.limit_bytes
+        cuts = '; '.join(f'{name} was cut off at {format_memory(limit_bytes)} of '
+                         f'{format_memory(limit_bytes + num_bytes)} (--max-output-bytes)'
+                         for name, num_bytes in sorted(attempt.cut.items(), reverse=True))
         if cuts:
             attempt.completion['reason'] = attempt.reason = '; '.join(filter(None, [attempt.reason, cuts]))
             self.context.log.write(f'Job output: {cuts}', 'warning', **self.context.names(attempt))
@@ -20979,7 +20973,6 @@ class Dispatcher(Part):
         self.link = link
         self.actions = actions
         self.may_claim = False      # jobs are asked for
-        self.is_closed = False      # nothing is claimed or started any more
         self.is_paused = False      # nothing could start when this was last looked at
         self.reported_loss = ''     # of the output directory
         self.has_timeouts = bool(context.config['timeout'] or context.config['job_timeouts'])
@@ -20999,7 +20992,7 @@ class Dispatcher(Part):
             self.stop_overdue(now)
         if self.is_held(now):
             return self.link.give_back(self.attempts.of('claimed'))
-        if self.is_closed or self.actions.queue or not self.link.has_lease:
+        if self.context.leaving or self.actions.queue or not self.link.has_lease:
             return
         ledger = self.policy.ledger     # larger jobs do not hold up smaller ones behind them
         for attempt in () if ledger.is_full else self.attempts.of('claimed'):
@@ -21038,7 +21031,8 @@ class Dispatcher(Part):
 
     def want(self) -> Optional[Dict[str, Any]]:
         """The work to ask for."""
-        if self.is_closed or not self.may_claim or self.is_paused or self.starter.launcher.unkillable:
+        is_held = self.is_paused or self.starter.launcher.unkillable
+        if is_held or self.context.leaving or not self.may_claim:
             return None
         return self.policy.want(self.context.end - time.monotonic())
 
@@ -21050,7 +21044,7 @@ class Dispatcher(Part):
             self.attempts.add(Attempt(job, kinds[job['kind']], rules[job['failure_handler']]))
         self.policy.moved_at = time.monotonic()
         self.link.pace.on_claim()
-        if self.is_closed:
+        if self.context.leaving:
             self.link.give_back(self.attempts.of('claimed'))
 
     def start(self, attempt: Attempt) -> bool:
@@ -21120,22 +21114,16 @@ class Dispatcher(Part):
     def stop_overdue(self, now: float) -> None:
         """Stop jobs whose own timeout is over: it counts from their start, also where srun had to wait."""
         overdue = []
-        for attempt in self.attempts.of('running'):
-            if now >= attempt.limit_at:
-                attempt.limit_at = self.starter.began_at(attempt) + self.timeout_of(attempt)
-            if now >= attempt.limit_at:
+        for attempt in [attempt for attempt in self.attempts.of('running') if now >= attempt.limit_at]:
+            attempt.limit_at = self.starter.began_at(attempt) + self.timeout_of(attempt)
+            if attempt.process.end is not None:     # only leftovers live
                 attempt.limit_at = math.inf
-                overdue += [attempt] if attempt.process.end is None else []
-        for attempt in overdue:
-            attempt.set_stopping('timeout')
-            self.context.log.write('Job timeout', 'warning', **self.context.names(attempt))
+            elif now >= attempt.limit_at:
+                attempt.set_stopping('timeout')
+                self.context.log.write('Job timeout', 'warning', **self.context.names(attempt))
+                overdue.append(attempt)
         if overdue:
             self.starter.stop(overdue, self.context.config['sigterm_lead_seconds'])
-
-    def close(self) -> None:
-        """Claim and start nothing more."""
-        self.is_closed = True
-        self.link.give_back(self.attempts.of('claimed'))
 
     def stop(self, reason: str, lead_s: float, signal_number: Optional[int]) -> None:
         """Ask all jobs to end; SIGKILL follows after `lead_s`. A judgement that waits for a signal has it."""
@@ -21710,21 +21698,16 @@ def step_end(end: ProcessEnd, notes: StepNotes) -> ProcessEnd:
                       notes.peak_memory_bytes, end.at, notes.has_core)
 
 
-def find_step_obstacle(context: NodeContext) -> str:
-    """Why no steps can be started here, or ''."""
-    if context.allocation is None:
-        return 'there is no Slurm allocation here (SLURM_JOB_ID is not set)' \
-            if not os.environ.get('SLURM_JOB_ID') else 'SLURM_JOB_ID names no allocation that can be used'
-    if not has_slurm_program('srun'):
-        return f"{slurm_program('srun')} is not here"
-    if context.allocation.is_subtask:
-        return 'this runner is in a step itself, and a step in a step waits for ever'
-    return ''
-
-
 def choose_mode(context: NodeContext) -> bool:
     """Whether jobs are to be steps, by the execution mode. Refused if mode slurm cannot be had here."""
-    mode, obstacle = context.config['mode'], find_step_obstacle(context)
+    mode, allocation, obstacle = context.config['mode'], context.allocation, ''
+    if allocation is None:
+        obstacle = 'there is no Slurm allocation here (SLURM_JOB_ID is not set)' \
+            if not os.environ.get('SLURM_JOB_ID') else 'SLURM_JOB_ID names no allocation that can be used'
+    elif not has_slurm_program('srun'):
+        obstacle = f"{slurm_program('srun')} is not here"
+    elif allocation.is_subtask:
+        obstacle = 'this runner is in a step itself, and a step in a step waits for ever'
     if mode == 'slurm' and obstacle:
         raise Refused(f"execution_config.mode is 'slurm', but {obstacle}; use mode 'auto' or 'direct'")
     if mode == 'auto' and not obstacle and not context.config['limit_resources']:
@@ -21904,11 +21887,6 @@ class Accounting(Part):
         row = {'job_id': attempt.id, 'attempt_id': attempt.attempt_id,
                'slurm_job_id': self.context.allocation.job_id, **dict(zip(STATS_FIELDS, step.record))}
         self.rows.append({key: cell for key, cell in row.items() if cell is not None})
-
-    def take_rows(self) -> List[Dict[str, Any]]:
-        """What is to be reported, once."""
-        rows, self.rows = self.rows, []
-        return rows
 
 
 # ======== 16g. Runner's allocation: the runner inside a Slurm job ========
@@ -22384,7 +22362,7 @@ class Shutdown(Part):
         if words:
             self.context.say(f'leaving: {words}', 'warning' if reason == 'output' else 'info')
         has_begun, self.context.leaving = self.context.leaving in SIGNAL_REASONS, reason
-        self.dispatcher.close()
+        self.link.give_back(self.dispatcher.attempts.of('claimed'))
         if self.link.pace.waits_s:
             self.link.poll_now()
         self.launcher.gives_up = True
@@ -22596,7 +22574,8 @@ class Runner:
         for part in self.parts:
             part.act(time.monotonic())
         if self.accounting is not None and self.accounting.rows:
-            self.link.report('accounting', self.accounting.take_rows())
+            self.link.report('accounting', self.accounting.rows)
+            self.accounting.rows = []
         self.exchange()
         for part in (self.actions, self.dispatcher):    # what an answer brings starts now
             part.act(time.monotonic())
