@@ -24322,6 +24322,17 @@ def small_disk(path: str, size: str) -> Iterator[None]:
         subprocess.check_call(['umount', '--lazy', path])
 
 
+def end_server(world: World, database: str) -> None:
+    """End the server in order: nothing lives on, it has said nothing of a bug, and its database is whole."""
+    world.server.send(signal.SIGTERM)
+    outcome = world.server.finish(20)
+    assert outcome.code == 0 and 'Traceback' not in outcome.err and len(outcome.err) < 100000, str(outcome)[-5000:]
+    left = world.leave()
+    assert not left, left
+    for check, sound in (('integrity_check', [('ok',)]), ('foreign_key_check', [])):
+        assert ask_sqlite(database, f'PRAGMA {check}') == sound, check
+
+
 # Shortened times. A server is silent, and a lease over, after seconds; REMOTE: the server cannot look whether runners live.
 HASTY = """
 torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S, torc.RECONNECT_S = 0.2, {answer}, 0.2, 0.2
@@ -24362,17 +24373,11 @@ class Outage:
 
     def __init__(self, world: World, works: Sequence[str], dies_at: str = '') -> None:
         self.world, self.traces, self.works = world, Traces(world), works
-        world.environment['TORC_TEST_SETUP'] = OUTAGE
+        world.environment.update(DIES_AT=dies_at, TORC_TEST_SETUP=OUTAGE + MORTAL * bool(dies_at))
         self.port = urllib.parse.urlsplit(world.serve()).port
-        for words in (('create', self.traces.spec([self.traces.job(work) for work in works])), ('workflows', 'init', 1, '--no-prompts')):
-            outcome = world.cli(*words)
-            assert outcome.code == 0, str(outcome)
-        if dies_at:
-            world.environment.update(DIES_AT=dies_at, TORC_TEST_SETUP=OUTAGE + MORTAL)
-            world.server.kill()
-            world.serve('--port', self.port)
-            world.environment['TORC_TEST_SETUP'] = OUTAGE
-        self.runner = world.start('run', 1, '-p', '0.1', '--claim-backoff-max-secs', '0.2', '--drain-ping-interval-secs', 1, '--num-cpus', 12)
+        world.environment['TORC_TEST_SETUP'] = OUTAGE
+        self.runner = world.start('run', '-p', '0.1', '--claim-backoff-max-secs', '0.2', '--drain-ping-interval-secs', 1, '--num-cpus', 12,
+                                  self.traces.spec([self.traces.job(work) for work in works]))
 
     def journals(self) -> List[str]:
         """Journals of all runners."""
@@ -24394,11 +24399,7 @@ class Outage:
         last = self.world.cli('run', 1, '-p', '0.1', '--retry-failed', '--num-cpus', 12, timeout=120)
         assert last.code == 0, f'{last}\n{self.runner}'
         twice = self.traces.check(len(self.works))
-        self.world.server.send(signal.SIGTERM)
-        self.world.server.finish(20)
-        left = self.world.leave()
-        assert not left, left
-        assert ask_sqlite(os.path.join(self.world.root, SERVER_DATABASE), 'PRAGMA integrity_check') == [('ok',)]
+        end_server(self.world, os.path.join(self.world.root, SERVER_DATABASE))
         return twice
 
 
@@ -24418,14 +24419,6 @@ class FaultTest(WorldTest):
         """What was seen, for who has asked for all of it."""
         if FAULTS.is_long:
             print(f'{title_of(self)}: {text}', flush=True)
-
-    def end_server(self, database: str) -> None:
-        """End the server in order; its database is whole, and it has said nothing of a bug."""
-        self.world.server.send(signal.SIGTERM)
-        outcome = self.assertExit(0, self.world.server.finish(20))
-        self.assertLess(len(outcome.err), 100000)
-        for check, sound in (('integrity_check', [('ok',)]), ('foreign_key_check', [])):
-            self.assertEqual(sound, ask_sqlite(database, f'PRAGMA {check}'))
 
     # -------- servers --------
 
@@ -24469,7 +24462,7 @@ class FaultTest(WorldTest):
             writer.join()
         self.assertEqual([], scribe.missing())
         self.tell(f'{kills} kills, {len(scribe.told)} of {scribe.said} events acknowledged')
-        self.end_server(database)
+        end_server(self.world, database)
 
     def test_an_embedded_server_that_is_killed_comes_back_and_has_lost_nothing(self):
         traces, database, count, kills = Traces(self.world), self.world.path('torc_output', 'torc.db'), size(100, 1000), size(4, 30)
@@ -24598,7 +24591,7 @@ class FaultTest(WorldTest):
                 self.assertEqual([], scribe.missing())
                 told += len(scribe.told)
                 scribe.client.close()
-                self.end_server(place + '/torc.db')
+                end_server(self.world, place + '/torc.db')
         self.assertGreater(refused, 0)
         self.tell(f'{told:,} acknowledged, {refused:,} refused')
 
