@@ -13117,19 +13117,6 @@ class AllocationPlanTest(unittest.TestCase):
                 self.assertTrue(progress, (graph, made))
                 done |= progress
 
-    def test_what_lies_behind_another_group_has_allocations_of_its_own(self):
-        classes = [resource_class('cpu'), resource_class('gpu', gpus=1), resource_class('big', gigabytes=200, runtime_s=7200)]
-        slower = torc.JobGraph('abcd', [0, 0, 2, 0], [0, 1, 1, 2], [[], [0], [1, 2]])
-        first = torc.JobGraph('abc', [0, 0, 0], [0, 1, 2], [[], [0], [0, 1]])       # a is over before b begins
-        for graph, group_by, wanted in (
-                (chain_of([(0, 2), (1, 4), (0, 3)]), 'partition', [('short_scheduler', [([0, 1], [0, 1]), ([6, 7, 8], [6, 7, 8])]),
-                                                                   ('gpu-h100s_deferred_scheduler', [([2, 3, 4, 5], [2, 3, 4, 5])])]),
-                (slower, 'resource-requirements', [('cpu_scheduler', [([0], [0])]), ('cpu_deferred_scheduler', [([1], [1]), ([3], [3])]),
-                                                   ('big_deferred_scheduler', [([2], [2])])]),
-                (first, 'resource-requirements', [('cpu_scheduler', [([0], [0])]), ('cpu_deferred_scheduler', [([1, 2], [1])])])):
-            self.plan(graph, classes, group_by=group_by)
-            self.assertEqual(wanted, [(row.name, [stage[:2] for stage in row.stages]) for row in self.made.schedulers])
-
     def test_what_may_not_run_to_its_end_is_warned_of(self):
         chain = chain_of([(0, 1), (0, 1), (0, 1)])
         for graph, hours, options, wanted in (

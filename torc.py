@@ -19062,10 +19062,11 @@ class JobAccount(Row):
     node_list: str
 
 
-def job_accounts_argv(job_ids: Sequence[str], since: float) -> List[str]:
-    """A call of sacct for allocations: all their runs (-D), but not of jobs that had these numbers before."""
+def sacct_argv(job_ids: Iterable[Any], since: float, columns: str, *words: str) -> List[str]:
+    """A call of sacct for jobs, but not for those that had these numbers before."""
     start = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))
-    return slurm_argv('sacct', '-j', ','.join(job_ids), '-S', start, '-D', '--format', JOB_FORMAT, '-P', '-n')
+    return slurm_argv('sacct', '-j', ','.join(map(str, job_ids)), '-S', start, *words, '--format', columns,
+                      '-P', '-n')
 
 
 def read_job_accounts(text: str) -> List[JobAccount]:
@@ -22879,21 +22880,12 @@ def ask_cluster_name(rows: Sequence[Dict[str, Any]]) -> str:
     """The cluster that Slurm's programs speak of here, if a row of a survey names one; '' if not known."""
     if not any(row['cluster'] for row in rows):
         return ''
-    said = ask_slurm(slurm_argv('scontrol', 'show', 'config')).out
-    match = re.search(r'^ClusterName\s*=\s*(\S+)', said, re.MULTILINE)
-    return match.group(1) if match else ''
+    return parse_config(ask_slurm(slurm_argv('scontrol', 'show', 'config')).out).get('ClusterName', '')
 
 
 def seen_argv() -> List[str]:
     """squeue for all of the user's jobs, also those that have ended a short time ago (MinJobAge)."""
     return slurm_argv(*ALL_OWN_JOBS, SEEN_FORMAT)
-
-
-def ends_argv(numbers: Iterable[int], since: float) -> List[str]:
-    """sacct for the last runs of jobs, but not of those that had these numbers before."""
-    start = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))
-    return slurm_argv('sacct', '-X', '-n', '-P', '-S', start, '-j', ','.join(map(str, numbers)),
-                      '--format', END_FORMAT)
 
 
 def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
@@ -29360,7 +29352,8 @@ def ask_accounts(session: Session, workflow_id: int,
     since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400    # clocks, and time zones
     found = []
     for start in range(0, len(job_ids), MAX_LISTED_JOBS):
-        reply = ask_slurm(job_accounts_argv(job_ids[start:start + MAX_LISTED_JOBS], since))
+        asked = job_ids[start:start + MAX_LISTED_JOBS]
+        reply = ask_slurm(sacct_argv(asked, since, JOB_FORMAT, '-D'))   # all their runs
         if reply.code:
             raise Refused(f'the accounting of Slurm cannot be read: {explain_reply(reply)}; `slurm stats '
                           f'{workflow_id}` shows what runners have gathered')
@@ -30122,7 +30115,8 @@ def judge_allocations(session: Session, workflow_id: int, survey: Dict[str, Any]
     seen = look_at_allocations(rows, reply, ask_cluster_name(rows))
     if seen.gone:
         since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
-        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+        argv = sacct_argv(seen.gone, since, END_FORMAT, '-X')       # their last runs
+        judge_ends(seen, ask_slurm(argv), survey['user'])
     return seen
 
 
