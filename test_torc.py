@@ -13464,15 +13464,12 @@ SRUN_SAYS = {
     'oom 24': 'slurmstepd: error: Detected 2 oom_kill events in StepId=2.1\n',
     'launch': 'srun: error: Task launch for StepId=16.1 failed on node node3: Communication connection failure\n',
     'busy': 'srun: error: Unable to create step for job 10: Requested nodes are busy\n',
-    'away': 'srun: error: Unable to confirm allocation for job 2: Unable to contact slurm controller (connect failure)\n'
-            'srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 2\n',
 }
 # The supervisor's notes (without what no judgement needs), srun's code and signal, what it says, sacct's state, our doing.
 STEP_ENDS = rows_of("""
     what                       notes              srun   says        state          ours       kind
     exit 0                     step;end 0 0       0 0    -           -              -          own
     exit 7                     step;end 7 0       7 0    code        FAILED         -          own
-    exit 130                   step;end 130 0     130 0  -           FAILED         -          own
     kills itself               step;end 137 9     137 0  -           FAILED         -          own
     kills all it may           step               137 0  code        CANCELLED      -          killed
     no python there            -                  2 0    -           -              -          no step
@@ -13485,7 +13482,6 @@ STEP_ENDS = rows_of("""
     our own KILL               step               137 0  canceled    -              deadline   own
     stopped before it began    -                  143 0  -           -              deadline   no step
     canceled before it began   -                  143 0  -           -              cancel     own
-    SIGTERM to srun            step               137 0  canceled    CANCELLED      -          canceled
     SIGKILL to srun            step               137 9  -           -              -          srun
     ... and its job ended      step;end 143 15    137 9  canceled    CANCELLED      -          srun
     time limit, dies           step;end 143 15    143 0  time        TIMEOUT        -          timeout
@@ -13507,7 +13503,6 @@ STEP_ENDS = rows_of("""
     preempted                  step;end 143 15    143 0  preempted   CANCELLED      -          preempted
     preempted, saves, exit 5   step;end 5 0       5 0    preempted   -              -          preempted
     busy                       -                  214 0  busy        -              -          no step
-    controller away            -                  213 0  away        -              -          no step
     a lying 0                  -                  0 0    -           -              -          no step
     no trace                   step               1 0    -           -              -          vanished
     success not noted          step               0 0    -           COMPLETED      -          accounted
