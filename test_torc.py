@@ -674,6 +674,15 @@ class WorldTest(unittest.TestCase):
         self.assertNotIn('Traceback', outcome.err)
         return outcome
 
+    def pid_in(self, name: str) -> int:
+        """A pid that a job writes to a file."""
+        return int(self.world.wait(lambda: self.world.read(name).strip(), 20, name))
+
+    def assertEnds(self, *names: str) -> None:
+        """Processes whose pids stand in these files end soon."""
+        for name in names:
+            self.world.wait(lambda: not torc.read_process_start_ticks(self.pid_in(name)), 20, f'the end of {name}')
+
     def set_constant(self, name: str, value: Any) -> None:
         """Another value for a constant of torc, in this test."""
         self.addCleanup(setattr, torc, name, getattr(torc, name))
@@ -12328,15 +12337,6 @@ class LauncherTest(WorldTest):
         self.ended += self.launcher.poll()
         return True
 
-    def pid_in(self, name: str) -> int:
-        """A pid that a job has written to a file."""
-        return int(self.world.wait(lambda: self.world.read(name).strip(), 10, name))
-
-    def assertGone(self, *names: str) -> None:
-        """Processes whose pids stand in these files do not live."""
-        for name in names:
-            self.world.wait(lambda: not torc.read_process_start_ticks(self.pid_in(name)), 10, f'the end of {name}')
-
     def test_a_command_gets_its_environment_and_its_exit_code_is_told(self):
         end = self.end_of(self.start('echo "$GREETING"; echo oops >&2; exit 7', GREETING="it's $HOME"))
         self.assertEqual((7, 0), (end.return_code, end.signal_number))
@@ -12400,7 +12400,7 @@ class LauncherTest(WorldTest):
         reply = self.ask('sh', '-c', f'cd {shlex.quote(self.world.directory)}; trap "" TERM; echo $$ > a; '
                          'sleep 1000 & echo $! > b; echo half; wait', limit_s=0.5)
         self.assertEqual((124, '', 'sh: no answer within 0.5 s'), tuple(reply))
-        self.assertGone('a', 'b')
+        self.assertEnds('a', 'b')
 
     def test_the_end_of_one_job_leaves_the_daemons_of_another_alone(self):
         other = self.start("setsid sh -c 'echo $$ > a; exec sleep 1000' & sleep 1000", '2-1')
@@ -12475,7 +12475,7 @@ class LauncherTest(WorldTest):
             self.launcher.gives_up = True
             self.world.wait(lambda: self.look() and not self.launcher.children, 10, 'its end')
             wake()
-        self.assertGone('a')
+        self.assertEnds('a')
 
     def test_what_ends_while_it_is_given_up_ends_once(self):
         job = self.start('exec sleep 1000')
@@ -12490,7 +12490,7 @@ class LauncherTest(WorldTest):
         self.pid_in('a'), self.pid_in('b')
         self.launcher.close()
         self.addCleanup(self.launcher.__init__)     # it is closed again
-        self.assertGone('a', 'b')
+        self.assertEnds('a', 'b')
 
     def test_peak_memory_is_told_where_it_is_known(self):
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024     # what a child's figure begins with
@@ -13609,15 +13609,6 @@ class SupervisorTest(WorldTest):
         """Run a command to its end; the supervisor's code, and its notes."""
         return self.begin(command, **env).wait(20), self.notes()
 
-    def pid_in(self, name: str) -> int:
-        """A pid that a command has written."""
-        return int(self.world.wait(lambda: self.world.read(name).strip(), 20, name))
-
-    def assertGone(self, *pids: int) -> None:
-        """These processes end soon."""
-        for pid in pids:
-            self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {pid}')
-
     def test_it_notes_step_host_and_end_and_ends_with_the_same_code(self):
         for command, code, number in (('true', 0, 0), ('exit 213', 213, 0), ('kill -9 $$', 137, 9), ('kill -TERM $$', 143, 15)):
             ended, notes = self.finish(command)
@@ -13649,7 +13640,7 @@ class SupervisorTest(WorldTest):
             'sleep 1000 & echo $! > a; setsid sleep 1000 & echo $! > b; (setsid bash -c "echo \\$\\$ > c; exec sleep 1000" &); '
             'until [ -s c ]; do sleep 0.01; done; env -i setsid bash -c "kill -STOP \\$\\$" & echo $! > d; '
             'trap "" TERM; (while :; do sleep 0.1 & done) & echo $! > e; exit 3')
-        self.assertGone(*map(self.pid_in, 'abcde'))
+        self.assertEnds(*'abcde')
         self.assertEqual((3, 3), (code, notes.return_code))
         self.assertLess(time.monotonic() - began, 10)
 
@@ -13664,16 +13655,16 @@ class SupervisorTest(WorldTest):
 
     def test_the_job_dies_with_its_supervisor_and_all_that_it_has_started_with_slurmstepd(self):
         process = self.begin('echo $$ > a; exec sleep 1000')
-        job = self.pid_in('a')
+        self.pid_in('a')
         process.kill()
-        self.assertGone(job)
+        self.assertEnds('a')
         self.assertEqual((True, None), (self.notes().has_begun, self.notes().return_code))
         words = self.words('setsid sleep 1000 & echo $! > b; echo $$ > c; trap "" TERM; while :; do sleep 1; done')
         parent = subprocess.Popen(['sh', '-c', '"$@"; true', 'sh', *words], env=dict(self.world.environment, SLURM_STEP_ID='12'))
         self.addCleanup(parent.wait)
-        pids = [self.pid_in('b'), self.pid_in('c')]
+        self.pid_in('b'), self.pid_in('c')
         parent.kill()
-        self.assertGone(*pids)
+        self.assertEnds('b', 'c')
         notes = self.world.wait(lambda: self.notes().return_code is not None and self.notes(), 20, 'its end')
         self.assertEqual((True, 137), (notes.is_lost, notes.return_code))
 
