@@ -17699,6 +17699,12 @@ class PlanOptions(Row):
     end_s: int = END_S                              # of plan_times(), as the next
     least_s: float = 0
     max_allocations: Optional[int] = None           # of all groups; longer ones, so that these do
+    # How schedulers are put into a workflow file.
+    account: str = ''
+    replaces: bool = False      # schedulers, allocating actions, and the schedulers that jobs name
+    has_actions: bool = True
+    skip_checks: bool = False
+    max_instances: int = MAX_INSTANCES
 
 
 class Stage(Row):
@@ -18015,16 +18021,6 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
 # -------- workflow files --------
 
 
-class GenerateOptions(Row):
-    """How schedulers are put into a workflow file."""
-    plan: PlanOptions
-    account: str
-    replaces: bool = False      # schedulers, allocating actions, and the schedulers that jobs name
-    has_actions: bool = True
-    skip_checks: bool = False
-    max_instances: int = MAX_INSTANCES
-
-
 class GeneratedSpec(Row):
     """A workflow file with schedulers for its jobs."""
     value: Dict[str, Any]
@@ -18080,7 +18076,7 @@ def clear_schedulers(document: Document, replaces: bool) -> None:
 
 
 def generate_spec(document: Document, directory: str, partitions: Sequence[Partition],
-                  options: GenerateOptions) -> GeneratedSpec:
+                  options: PlanOptions) -> GeneratedSpec:
     """Plan schedulers and actions for a workflow file, and put them into it.
 
     Jobs stay parameterised. BadInput with all that is wrong, also where a job fits no partition.
@@ -18093,7 +18089,7 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
                        'need')
     graph, classes = planned_graph(spec)
     made = plan_allocations(graph, classes, partitions,
-                            options.plan._replace(**plan_times(spec.body['workflow'])))
+                            options._replace(**plan_times(spec.body['workflow'])))
     cure = 'its jobs are left out' if options.skip_checks else \
         'change it, choose another --profile, or leave its jobs out with --skip-checks'
     problems = [misfit_problem(document, classes[number].name, f'{reason}: {cure}')
@@ -28173,15 +28169,14 @@ def format_summary(summary: Dict[str, Any]) -> str:
 PLANNING = ('group_by', 'walltime_strategy', 'walltime_multiplier', 'max_allocations')
 
 
-def plan_options(args: Arguments) -> PlanOptions:
+def plan_options(args: Arguments, **more: Any) -> PlanOptions:
     """How allocations are planned, from the command line: `submit` has some of the options only."""
-    return PlanOptions(is_single=bool(args.get('single_allocation')),
+    return PlanOptions(is_single=bool(args.get('single_allocation')), **more,
                        **{name: args[name] for name in PLANNING if args.get(name)})
 
 
-def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOptions = PlanOptions(),
-                   replaces: bool = False, has_actions: bool = True
-                   ) -> Tuple[GeneratedSpec, Profile, str, Document]:
+def read_for_slurm(session: Session, spec: str, args: Arguments,
+                   **more: bool) -> Tuple[GeneratedSpec, Profile, str, Document]:
     """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
 
     Warnings are reported.
@@ -28193,10 +28188,10 @@ def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOp
     defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
     account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
     partitions = chosen_partitions(profile, args.get('partition'))
-    chosen = GenerateOptions(options, account, replaces, has_actions, bool(args['skip_checks']),
-                             args['max_instances'] or MAX_INSTANCES)
+    options = plan_options(args, account=account, skip_checks=bool(args['skip_checks']),
+                           max_instances=args['max_instances'] or MAX_INSTANCES, **more)
     try:
-        made = generate_spec(document, spec_directory(path), partitions, chosen)
+        made = generate_spec(document, spec_directory(path), partitions, options)
     except BadInput as error:
         error.problems = [placed(problem, path) for problem in error.problems]
         raise
@@ -29733,8 +29728,8 @@ def write_result(path: str, text: str) -> None:
 def cmd_slurm_generate(session: Session, args: Arguments) -> int:
     """Put Slurm schedulers, and actions that submit them, into a workflow file."""
     refuse_format(args['output'])
-    made, profile, _, document = read_for_slurm(session, args['spec'], args, plan_options(args),
-                                                bool(args['overwrite']), not args['no_actions'])
+    made, profile, _, document = read_for_slurm(
+        session, args['spec'], args, replaces=bool(args['overwrite']), has_actions=not args['no_actions'])
     summary = {'dry_run': bool(args['dry_run']), 'scheduler_count': len(made.schedulers),
                'action_count': len(made.actions), 'profile_name': profile.name,
                'profile_display_name': profile.display_name, 'slurm_schedulers': made.schedulers,
@@ -29878,7 +29873,7 @@ def compare_probes(advice: Advice, made: PlannedScheduler, small_s: Optional[int
 
 def cmd_plan_allocations(session: Session, args: Arguments) -> int:
     """Recommend how many allocations of how many nodes a workflow should ask for now."""
-    made, profile, account, _ = read_for_slurm(session, args['spec'], args, plan_options(args), True, False)
+    made, profile, account, _ = read_for_slurm(session, args['spec'], args, replaces=True, has_actions=False)
     names = list(dict.fromkeys(scheduler.partition.name for scheduler in made.plan.schedulers))
     states = [] if args['offline'] else ask_cluster_state(names)
     by_name = {state['partition']: state for state in states}
@@ -30428,7 +30423,7 @@ def has_unplanned(session: Session, workflow: Dict[str, Any]) -> bool:
 
 def read_planned(session: Session, args: Arguments) -> Plan:
     """A workflow file without schedulers, read with those that `slurm generate` gives it."""
-    made, profile, _, _ = read_for_slurm(session, args['target'], args, plan_options(args))
+    made, profile, _, _ = read_for_slurm(session, args['target'], args)
     session.inform(*format_generated(made, profile).splitlines())
     path = '' if args['target'] == '-' else args['target']
     plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
