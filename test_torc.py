@@ -20221,6 +20221,19 @@ class SlurmSubmitTest(SlurmTest):
         self.assertEqual(['w_wf1_a1', 'w_wf1_a2'], sorted(row.name for row in self.live_allocations()))
         self.assertEqual(1, len(fakes.calls('squeue')))
 
+    def test_two_submits_at_once_share_the_work(self):
+        self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", walltime:').replace(
+            'num_allocations: 2', 'num_allocations: 8'))
+        url = self.world.serve()
+        self.assertExit(0, self.world.cli('--url', url, 'create', 'w.yaml'))
+        self.assertExit(0, self.world.cli('--url', url, 'workflows', 'init', 1, '--no-prompts'))
+        both = [self.world.start('--url', url, '-f', 'json', 'submit', 1) for _ in range(2)]
+        self.world.wait(lambda: all(each.has_ended() for each in both), 60, 'both')
+        told = [each.out for each in both]
+        numbers = [number for out in told for number in (json.loads(out)['slurm_job_ids'] if out.startswith('{') else [])]
+        self.assertEqual(sorted(int(row.id) for row in self.live_allocations()), sorted(numbers))
+        self.assertEqual([f'w_wf1_a{number}' for number in range(1, 9)], sorted(row.name for row in self.live_allocations()))
+
     def wait_complete(self, deadline_s: float = 240) -> Dict[str, Dict[str, Any]]:
         """Wait until no allocation is left; the jobs by name."""
         self.wait_slurm(lambda: self.allocations() and not self.live_allocations(), deadline_s, 'the end of the allocations',
@@ -20283,9 +20296,44 @@ class SlurmSubmitTest(SlurmTest):
         self.assertEqual({node['hostname'] for node in nodes}, said)
 
 
+STAGED_AGAIN = """
+name: w
+resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M}]
+jobs:
+  - {name: "a{i}", command: "echo {i}", parameters: {i: "1:3"}, scheduler: s, resource_requirements: r}
+  - {name: "b{i}", command: "echo {i}", parameters: {i: "1:2"}, depends_on: [a1, a2, a3], scheduler: t, resource_requirements: r}
+slurm_schedulers:
+  - {name: s, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
+  - {name: t, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
+actions:
+  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}
+  - {trigger_type: on_jobs_ready, jobs: [b1, b2], action_type: schedule_nodes, scheduler: t, scheduler_type: slurm, num_allocations: 1}
+"""
+
+
 @slow
-class SlurmChainTest(SlurmTest):
-    """Chains on a real Slurm."""
+class SlurmRegenerateTest(SlurmTest):
+    """Allocations planned anew, and chains, on a real Slurm."""
+
+    def wait_completed(self, count: int, deadline_s: float = 300) -> None:
+        """Wait until no allocation is left, and all jobs are completed."""
+        self.wait_slurm(lambda: not self.live_allocations(), deadline_s, 'the end of the allocations',
+                        lambda: [self.allocations(), self.world.main('status', 1), self.world.main('explain', 1)])
+        counts = self.assertExit(0, self.world.main('-f', 'json', 'status', 1)).json()['jobs_by_status']
+        self.assertEqual({'completed': count}, {name: number for name, number in counts.items() if number})
+
+    def test_a_staged_workflow_whose_allocations_were_canceled_is_completed(self):
+        self.world.write('w.yaml', STAGED_AGAIN)
+        lost = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml')).json()['slurm_job_ids']
+        self.bed.ask('scancel', *lost)
+        self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the canceled allocations')
+        made = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--submit', '-p', 1)).json()
+        self.assertEqual((5, 2, 1, 1, []), tuple(made[key] for key in (
+            'pending_jobs', 'total_allocations', 'allocations_submitted', 'allocations_deferred', 'warnings')))
+        again = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--dry-run')).json()
+        self.assertLessEqual(again['total_allocations'], 2)
+        self.wait_completed(5)
+        self.assertEqual(4, len(self.allocations()))
 
     def test_a_chain_ends_with_its_work_and_the_links_that_are_left_are_canceled(self):
         self.world.write('w.yaml', """
@@ -20307,8 +20355,7 @@ class SlurmChainTest(SlurmTest):
             most = max(most, sum(row.state not in ('PENDING', 'COMPLETING') for row in live))
             return not live
         self.wait_slurm(has_ended, 400, 'the end of the chain', lambda: [self.allocations(), self.world.main('status', 1)])
-        counts = self.assertExit(0, self.world.main('-f', 'json', 'status', 1)).json()['jobs_by_status']
-        self.assertEqual({'completed': 6}, {name: number for name, number in counts.items() if number})
+        self.wait_completed(6)
         self.assertEqual((1, ['CANCELLED', 'COMPLETED', 'COMPLETED']), (most, sorted(row.state for row in self.allocations())))
         records = self.assertExit(0, self.world.main('-f', 'json', 'scheduled-compute-nodes', 'list', 1)).json()['items']
         self.assertEqual(['complete', 'complete', 'canceled'], [row['status'] for row in records])
