@@ -14405,6 +14405,10 @@ class LinkTest(PartTest):
                     self.assertEqual('silent', link.state)
                     self.world.wait(lambda: self.turn(link) or link.state == 'online', 10, 'the next try')
         self.assertRaisesRegex(torc.Refused, 'is over', self.turn, self.link(torc.Refused('run 1 is over')))
+        link = self.link()
+        link.is_registered, link.context.node_id = False, 0     # as before the first time
+        with unittest.mock.patch.object(self.client, 'call', side_effect=torc.Denied('no access')):
+            self.assertRaisesRegex(torc.Denied, 'no access', self.turn, link)
 
     # children: from when to when there are some; work: ends (e), claims (c), actions (a) at these seconds -> when it is asked.
     WAITS = rows_of("""

@@ -19693,9 +19693,8 @@ def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
 
 def parse_signal(name: str) -> int:
     """'SIGTERM' or 'TERM' -> its number; SIGTERM for what is not a signal's name."""
-    word = str(name).upper()
-    number = getattr(signal, word if word.startswith('SIG') else 'SIG' + word, None)
-    return int(number) if isinstance(number, signal.Signals) else int(signal.SIGTERM)
+    word = re.sub('^(SIG)?', 'SIG', str(name).upper())
+    return int(signal.Signals.__members__.get(word, signal.SIGTERM))
 
 
 # ======== 16a. Output: whose directory it is, whether it can be written to, and the runner's log ========
