@@ -20003,14 +20003,12 @@ class Pace:
         """How long the answer to the request that is out may take."""
         return self.waits_s + ANSWER_DEADLINE_S
 
-    def next_wait_s(self, is_poll: bool, has_children: bool, answer: Dict[str, Any]) -> Optional[float]:
-        """Until the next poll, after an answer: the regimes of the page "Job Runners". None: as planned."""
+    def next_wait_s(self, has_children: bool, answer: Dict[str, Any]) -> float:
+        """Until the next request, after an answer: the regimes of the page "Job Runners"."""
         was_idle, self.is_idle = self.is_idle, self.has_wanted and not (
             answer['jobs'] or answer['is_complete'] or has_children)
         if answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
             return 0.0      # the next one can wait there; otherwise the server has kept none
-        if not (is_poll or self.has_progressed):
-            return None     # a report between two polls changes nothing
         is_quiet, self.has_progressed = has_children and not self.has_progressed, False
         if is_quiet:
             return self.backoff.take()
@@ -20087,7 +20085,6 @@ class ServerLink(Part):
         self.sent_completions = []  # type: List[Attempt]  # ... that it carries
         self.turn = 0               # ... its number
         self.sent_at = 0.0
-        self.is_poll = False        # ... it is one by the rules of waiting
         self.promised_until = 0.0   # ... the end of the lease that it asks for, by Clocks.running
         self.poll_at = 0.0          # the next one by the rules of waiting
         self.report_at = math.inf   # the next one because there is something to send
@@ -20216,7 +20213,7 @@ class ServerLink(Part):
         if self.pending and self.pace.waits_s and now >= min(self.poll_at, self.report_at) \
                 and not self.pending.has_answer():
             self.pending.abandon()      # the next one lists what we hold
-            self.pending, self.pace.waits_s, self.poll_at, self.is_doubtful = None, 0.0, now, True
+            self.pending, self.pace.waits_s, self.is_doubtful = None, 0.0, True
 
     def open(self) -> bool:
         """Before a request is composed: see that there is a connection, and that we are registered."""
@@ -20241,7 +20238,7 @@ class ServerLink(Part):
         The children need us: the answer is fetched when it is there.
         """
         context, lease_s = self.context, self.pace.lease_s()
-        self.is_poll, self.report_at = self.sent_at >= self.poll_at, math.inf
+        is_poll, self.report_at = self.sent_at >= self.poll_at, math.inf
         self.pace.plan_wait(body['want'] is not None, self.has_updates,
                             0.0 if self.is_doubtful else patience_s)
         self.turn += 1
@@ -20249,11 +20246,11 @@ class ServerLink(Part):
         # In an older copy of its database the server may give our node's id to another runner: `identity`.
         body.update(self.updates(), compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
                     run_id=context.run_id, turn=self.turn, lease_s=lease_s,
-                    explain=self.is_poll or not self.launcher.children)
+                    explain=is_poll or not self.launcher.children)
         if self.is_doubtful:    # what else the server thinks that we have is not so
             body['held'] = [attempt.key for attempt in self.attempts.of()]
         if self.pace.waits_s:
-            body['wait_s'], self.poll_at, self.is_poll = self.pace.waits_s, math.inf, True
+            body['wait_s'], self.poll_at = self.pace.waits_s, math.inf
         self.request = body
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
@@ -20306,9 +20303,7 @@ class ServerLink(Part):
 
     def plan(self, answer: Dict[str, Any]) -> None:
         """Plan the next request, now that the parts have taken an answer in."""
-        wait_s = self.pace.next_wait_s(self.is_poll, bool(self.launcher.children), answer)
-        if wait_s is not None:
-            self.poll_at = time.monotonic() + wait_s
+        self.poll_at = time.monotonic() + self.pace.next_wait_s(bool(self.launcher.children), answer)
         if self.attempts.by_state['reported'] or self.outbox['accounting']:     # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
         if self.pace.is_idle and answer.get('reason'):
