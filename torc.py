@@ -22483,8 +22483,8 @@ def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], R
         return
     reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
     facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
-    count = facts.get('Restarts', '')   # the state may still be that of its end
-    is_restarted = count.isdigit() and int(count) > allocation.restart_count
+    # The state may still be that of its end.
+    is_restarted = read_count(facts.get('Restarts', '')) > allocation.restart_count
     # A controller that was killed counts only when it finds the job on its node: here it just waits.
     if allocation.record_id is not None and (is_restarted or facts.get('JobState') == 'PENDING'):
         client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
