@@ -15417,7 +15417,8 @@ class OwnAllocationTest(unittest.TestCase):
     def find(self, environment: Dict[str, str], title: bytes = b'', is_subtask: bool = False, **answers: Any) -> Any:
         """(allocation, notice), below a process with such a title"""
         self.slurm = AnsweringSlurm(**answers)
-        with unittest.mock.patch.multiple(torc, ask_slurm=self.slurm.ask, read_proc_text=lambda path: title), \
+        fakes = {'ask_slurm': self.slurm.ask, 'find_ancestors': lambda pid: [1], 'read_proc_text': lambda path: title}
+        with unittest.mock.patch.multiple(torc, **fakes), \
                 unittest.mock.patch.dict(os.environ, environment, clear=True):
             return torc.find_allocation(torc.RunnerOptions(is_subtask=is_subtask, record_id=9))
 
