@@ -23123,8 +23123,7 @@ class OutcomeTest(FlowTest):
             jobs:
               - {name: "../up and/away.x über 漢字 'quoted' $HOME", command: "printf %s \\"$TORC_JOB_NAME\\" > name"}
               - {name: absent, command: no_such_program_here --flag}
-              - {name: clean, depends_on: [absent], cancel_on_blocking_job_failure: false, output_user_data: [u],
-                 command: 'test "$TORC_WORKFLOW_SUBMISSION_DIR" = "$PWD" && touch cleaned'}
+              - {name: clean, command: touch cleaned, depends_on: [absent], cancel_on_blocking_job_failure: false, output_user_data: [u]}
               - {name: killed, command: kill -KILL $$}
               - {name: liar, command: "true", output_files: [f]}
               - {name: reader, command: "true", input_files: [f]}
@@ -23145,6 +23144,89 @@ class OutcomeTest(FlowTest):
         for text in ('no_such_program_here', 'never_written.txt', 'job_wf1_j10_r1_a1.o',
                      'warning: job clean has completed without writing its output_user_data: u\n'):
             self.assertIn(text, outcome.err)
+
+    def test_a_job_sees_who_it_is(self):
+        self.run_text('''
+            name: who
+            env: {SHARED_WORD: "of the workflow", OWN_WORD: "of the workflow"}
+            jobs:
+              - name: me
+                command: env > seen; pwd > where
+                env: {OWN_WORD: "of the job", TORC_JOB_ID: mine}
+            ''', '-o', 'out')
+        seen = dict(line.split('=', 1) for line in self.world.read('seen').splitlines() if '=' in line)
+        wanted = {'TORC_WORKFLOW_ID': '1', 'TORC_JOB_ID': '1', 'TORC_JOB_NAME': 'me', 'TORC_RUN_ID': '1', 'TORC_ATTEMPT_ID': '1',
+                  'TORC_OUTPUT_DIR': self.world.path('out'), 'TORC_WORKFLOW_SUBMISSION_DIR': self.world.directory,
+                  'SHARED_WORD': 'of the workflow', 'OWN_WORD': 'of the job'}
+        self.assertEqual(wanted, {name: seen.get(name) for name in wanted})
+        self.assertEqual(self.world.directory, self.world.read('where').strip())
+        self.assertRegex(seen['TORC_API_URL'], r'^http://127\.0\.0\.1:\d+/torc-service/v1$')
+        self.assertTrue(os.path.isfile(seen['TORC_TOKEN_FILE']) or not processes_with(self.world.mark))
+        self.assertFalse([name for name in seen if name in ('TORC_TOKEN', 'TORC_PASSWORD') or 'VISIBLE_DEVICES' in name])
+
+    def test_a_deleted_output_directory_fails_no_job_and_the_run_can_go_on(self):
+        outcome = self.run_text('''
+            name: vandal
+            compute_node_wait_for_new_jobs_seconds: 1
+            jobs:
+              - {name: vandal, command: "rm -rf \\"$TORC_OUTPUT_DIR\\""}
+              - {name: next, command: "echo next", depends_on: [vandal]}
+            ''', '-p', 0.2, '-o', 'out', code=1)
+        self.assertIn('is not complete (its output directory could not be written to)', outcome.err)
+        self.assertIn('To go on from here: torc.py run 1 -o out\n', outcome.err)
+        self.assertEqual({'vandal': 'completed', 'next': 'ready'}, self.statuses())
+        self.assertExit(0, self.world.cli('run', 1, '-o', 'out'))
+        self.assertEqual('next\n', self.world.read('out/job_stdio/job_wf1_j2_r1_a1.o'))
+
+
+class TriggerTest(FlowTest):
+    """Commands that the runner executes at the six triggers."""
+
+    def test_actions_of_all_six_triggers_run_once_in_their_order(self):
+        actions = ''.join(f'''
+              - {{trigger_type: {trigger}, action_type: run_commands, commands: ["echo {trigger} >> \\"$TORC_WORKFLOW_SUBMISSION_DIR/log\\""]{more}}}'''
+                          for trigger, more in (('on_workflow_start', ''), ('on_worker_start', ''), ('on_jobs_ready', ', jobs: [second]'),
+                                                ('on_jobs_complete', ', jobs: [first, second]'),
+                                                ('on_worker_complete', ''), ('on_workflow_complete', '')))
+        self.run_text(f'''
+            name: triggers
+            jobs:
+              - {{name: first, command: echo first >> log}}
+              - {{name: second, command: echo second >> log, depends_on: [first]}}
+              - {{name: third, command: echo third >> log, depends_on: [second]}}
+            actions:{actions}
+            ''')
+        log = self.world.read('log').split()
+        self.assertEqual(sorted(torc.TRIGGERS + ('first', 'second', 'third')), sorted(log))
+        order = {word: log.index(word) for word in log}
+        for before, after in (('on_workflow_start', 'first'), ('on_worker_start', 'first'),
+                              ('first', 'on_jobs_ready'), ('on_jobs_ready', 'on_jobs_complete'),
+                              ('second', 'on_jobs_complete'), ('third', 'on_workflow_complete'), ('third', 'on_worker_complete')):
+            self.assertLess(order[before], order[after], f'{before} before {after}: {log}')
+        self.assertTrue(all(action['executed'] for action in self.ask_json('workflows', 'list-actions', 1)['actions']))
+
+    def test_an_action_that_fails_stops_at_its_first_failing_command_and_the_workflow_goes_on(self):
+        touch = 'touch "$TORC_WORKFLOW_SUBMISSION_DIR/{}"'.format
+        self.run_text(f'''
+            name: broken action
+            jobs: [{{name: only, command: touch ran}}, {{name: more, command: "true", depends_on: [only]}}]
+            actions:
+              - trigger_type: on_workflow_start
+                action_type: run_commands
+                commands: ['{touch('one')}', 'false', '{touch('two')}']
+              - {{trigger_type: on_workflow_complete, action_type: run_commands, commands: ['true']}}
+              - trigger_type: on_jobs_complete
+                jobs: [more]
+                action_type: schedule_nodes
+                scheduler_type: local
+                scheduler: s
+            ''')
+        lines = self.world.main('-f', 'csv', 'workflows', 'list-actions', 1).out.splitlines()
+        self.assertEqual(['Status', 'failed', 'executed', 'waiting'], [line.split(',')[5] for line in lines])
+        action = self.ask_json('workflows', 'list-actions', 1)['actions'][0]
+        self.assertEqual('command 2 ended with return code 1: false', action['failure'])
+        self.assertIn(',error,action action_failed,', self.world.main('-f', 'csv', 'events', 'list', 1).out)
+        self.assertEqual([True, False, True], [os.path.exists(self.world.path(name)) for name in ('one', 'two', 'ran')])
 
 
 @slow
@@ -23566,11 +23648,13 @@ class WrongInputTest(FlowTest):
                 outcome = self.assertExit(2, self.world.main('create', path), text)
                 self.assertEqual('', outcome.out)
                 self.assertLess(len(outcome.err), 20000)
+        self.assertExit(2, self.world.main('create', '/dev/zero'), 'no workflow file')      # which has no end
         self.assertFalse(os.path.exists(self.world.path('torc_output')))
 
     def test_unknown_ids_are_exit_4(self):
         for argv in (['run', 99], ['status', 99], ['jobs', 'get', 99], ['--no-prompts', 'cancel', 99], ['workflows', 'init', 99]):
             self.assertExit(4, self.world.main(*argv), '99')
+        self.assertExit(2, self.world.main('run', 2 ** 63), 'is not an id')
 
 
 # -------- the recorded specs --------
