@@ -12936,11 +12936,8 @@ class HpcConfigTest(WorldTest):
         path = self.world.path('xdg/torc/config.yaml')
         for text, message in (
                 ('{hpc: {custom_profiles: {x: {partitions: []}}}}', 'client.hpc.custom_profiles.x.partitions is empty'),
-                ('{hpc: {custom_profiles: {x: 1}}}', 'client.hpc.custom_profiles.x must be an object, not 1'),
                 ('{hpc: {custom_profiles: {x: {partition: 1}}}}', "no field client.hpc.custom_profiles.x.partition, did you mean 'partitions'?"),
-                ('{hpc: {custom_profiles: {x: {partitions: [{name: p}]}}}}', 'client.hpc.custom_profiles.x.partitions[0].cpus_per_node is missing'),
                 ('{hpc: {custom_profiles: {x: {detect_hostname: "(", partitions: []}}}}', 'x.detect_hostname '),
-                ('{slurm: {strict_scheduler_match: 7}}', 'client.slurm.strict_scheduler_match must be true or false, not 7'),
                 ('{offline: {drain_ping_interval_secs: 0}}', 'client.offline.drain_ping_interval_secs is 0; it must be between 1 and'),
                 ('[', 'config.yaml:1')):
             with self.assertRaises(torc.BadInput) as caught:
@@ -24975,7 +24972,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33479
+TORC_LINES = 33472
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

@@ -17375,14 +17375,13 @@ def builtin_partition(line: str) -> Partition:
 
 def builtin_profiles() -> List[Profile]:
     """The clusters that are known without being asked, in the order in which they are looked for."""
-    def detection(*variables: str) -> List[Dict[str, str]]:
-        pairs = (text.split('=') for text in variables)
-        return [{'type': 'env_var', 'name': name, 'value': value} for name, value in pairs]
+    detection = [{'type': 'env_var', 'name': name, 'value': value} for name, value in (
+        ('CLUSTER', 'dane'), ('NLR_CLUSTER', 'kestrel'), ('NREL_CLUSTER', 'kestrel'))]
     dane, kestrel = (list(map(builtin_partition, table.strip().splitlines()))
                      for table in (DANE_PARTITIONS, KESTREL_PARTITIONS))
-    return [Profile('dane', 'LLNL Dane', 'CPU cluster of LLNL', detection('CLUSTER=dane'), None, dane),
-            Profile('kestrel', 'NLR Kestrel', 'CPU and GPU cluster of NLR',
-                    detection('NLR_CLUSTER=kestrel', 'NREL_CLUSTER=kestrel'), None, kestrel, 10.0, 100.0)]
+    return [Profile('dane', 'LLNL Dane', 'CPU cluster of LLNL', detection[:1], None, dane),
+            Profile('kestrel', 'NLR Kestrel', 'CPU and GPU cluster of NLR', detection[1:], None, kestrel,
+                    10.0, 100.0)]
 
 
 # -------- configured --------
@@ -19237,19 +19236,13 @@ def read_copy(path: str) -> Tuple[List[Tuple[Any, Any]], List[Dict[str, Any]], s
                 for row in connection.execute('SELECT job_id, payload FROM journaled_completions '
                                               'ORDER BY job_id'):
                     rows.append(row)
-                left = read_left(connection)
+                with contextlib.suppress(sqlite3.OperationalError, ValueError, BadInput):
+                    # Torc's have no such table; of one that is damaged, leases end.
+                    left = [parse_payload('RunnerLeft', body)
+                            for body, in connection.execute('SELECT body FROM torc_py_left')]
             except sqlite3.Error as error:
                 fault = f'it cannot be read whole ({error}): {len(rows)} rows can be read'
     return rows, left, fault
-
-
-def read_left(connection: sqlite3.Connection) -> List[Dict[str, Any]]:
-    """The runners that have left without their server, from a journal; Torc's do not say it."""
-    with contextlib.suppress(sqlite3.OperationalError, ValueError, BadInput):
-        # no such table; or damage: their leases end
-        return [parse_payload('RunnerLeft', body)
-                for body, in connection.execute('SELECT body FROM torc_py_left').fetchall()]
-    return []
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
