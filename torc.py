@@ -21549,7 +21549,7 @@ class SlurmStarter(Part):
         for attempt in attempts:
             self.context.log.write(f'Job SIG{name} (srun)', workflow_id=self.context.workflow_id,
                                    job_id=attempt.id, pid=attempt.process.pid)
-        numbers = [attempt.step.notes.number for attempt in attempts if attempt.step.notes.number]
+        numbers = [attempt.step.number for attempt in attempts if attempt.step.number]
         if numbers:
             argv = cancel_argv(self.allocation.job_id, numbers, '' if name == 'KILL' else name)
             self.launcher.query(argv, SLURM_QUERY_S, on_answer, query_variables())
@@ -21564,21 +21564,17 @@ class SlurmStarter(Part):
 
     def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
         """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
-        kill_at, live = time.monotonic() + max(0.0, lead_s), []
-        for attempt in attempts:
-            if attempt in self.running:
-                has_begun = bool(attempt.step.read().number)
-                # What has not begun has nothing to save.
-                attempt.step.kill_at = min(attempt.step.kill_at, kill_at if has_begun else 0.0)
-                live += [attempt] if has_begun else []
+        kill_at = time.monotonic() + max(0.0, lead_s)
+        live = [attempt for attempt in attempts if attempt in self.running and attempt.step.read().number]
+        for attempt in attempts:    # what has not begun has nothing to save
+            attempt.step.kill_at = min(attempt.step.kill_at, kill_at if attempt in live else 0.0)
         self.send(live, signal.Signals(self.context.stop_signal).name[3:])
         self.act(time.monotonic())
 
     def kill(self, attempts: Sequence[Attempt]) -> None:
         """SIGKILL, with all that they have started."""
         for attempt in attempts:
-            if attempt in self.running:
-                attempt.step.kill_at = 0.0
+            attempt.step.kill_at = 0.0
         self.act(time.monotonic())
 
     def cancel(self, attempts: Sequence[Attempt], now: float) -> None:
@@ -21605,19 +21601,15 @@ class SlurmStarter(Part):
         step.code, step.signal_number = end.return_code, 0 if step.is_killed else end.signal_number
         step.sign = step.sign if step.is_killed else read_step_sign(text)
         step.text = explain_step_failure(text)
-        for name in read_lost_nodes(text):
-            self.lose_node(name)
+        names = self.allocation.node_names      # several of them may go on without one (--no-kill)
+        for name in set(read_lost_nodes(text)).intersection(names):
+            self.context.say_once(f'node {name} has failed: no more jobs are started on it')
+            self.ledger.lose(names.index(name))
         if end.signal_number and notes.number and notes.return_code is None:
             self.end_orphan(attempt)
         step.remove_files()
         process.end = step_end(end, notes)
         on_end(process)
-
-    def lose_node(self, name: str) -> None:
-        """A node has failed: an allocation of several may go on without it (--no-kill)."""
-        if name in self.allocation.node_names:
-            self.context.say_once(f'node {name} has failed: no more jobs are started on it')
-            self.ledger.lose(self.allocation.node_names.index(name))
 
     def end_orphan(self, attempt: Attempt) -> None:
         """srun was killed: its step may run on, and must not when the job is started anew."""
