@@ -20774,11 +20774,11 @@ class Completions(Part):
         else:
             self.judge(attempt)
 
-    def on_start_failure(self, attempt: Attempt, return_code: int, reason: str) -> None:
+    def on_start_failure(self, attempt: Attempt, reason: str) -> None:
         """An attempt could not be started, by its own fault."""
-        attempt.end = ProcessEnd(return_code, 0, 0.0, 0.0, 0, time.time())
+        attempt.end = ProcessEnd(1, 0, 0.0, 0.0, 0, time.time())
         self.attempts.change(attempt, 'ended')
-        self.on_verdict(attempt, Verdict('failed', return_code, reason))
+        self.on_verdict(attempt, Verdict('failed', 1, reason))
 
     def judge(self, attempt: Attempt) -> None:
         """Ask what an end means: at once, or, where the answer is to come from elsewhere, later.
@@ -21055,21 +21055,17 @@ class Dispatcher(Part):
         return True
 
     def on_start_failure(self, attempt: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
-        """A start that failed: the node's fault makes a pause, anything else fails this job."""
+        """A start that failed: the node's fault, such as a srun that is gone, makes a pause; anything else
+        fails this job."""
         self.policy.ledger.release(attempt.grant)
         number = getattr(error, 'errno', None)
-        if number in EXHAUSTION:
+        if number in EXHAUSTION or number == errno.ENOENT and len(outputs) == 2:
             self.context.pause(str(error))
             return False
         if len(outputs) < 2 and number is not None and number not in TAKEN:
             self.note_output(self.context.output.look(error))
             return False
-        has_no_shell = len(outputs) == 2 and isinstance(error, FileNotFoundError)
-        reason = f'cannot be started: {error}'
-        if has_no_shell:
-            with contextlib.suppress(OSError):      # a full disk: the reason stands in the completion too
-                os.write(outputs[1], f'torc: {reason}\n'.encode('utf-8', 'replace'))
-        self.completions.on_start_failure(attempt, COMMAND_NOT_FOUND if has_no_shell else 1, reason)
+        self.completions.on_start_failure(attempt, f'cannot be started: {error}')
         return True
 
     def revoke(self, keys: Sequence[Sequence[int]]) -> None:
@@ -21483,11 +21479,8 @@ class SlurmStarter(Part):
                 [*map(encode_text, words), command], variables, [errors, errors],
                 f'{attempt.id}-{attempt.attempt_id}',
                 functools.partial(self.on_step_end, attempt, on_end))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError):
             step.remove_files()
-            if isinstance(error, FileNotFoundError) and len(outputs) == 2:
-                # srun, or the current directory, is gone: no fault of the job's
-                raise OSError(errno.EAGAIN, f'{error.filename or self.srun}: {error.strerror}') from None
             raise
         finally:
             os.close(errors)
