@@ -24285,7 +24285,8 @@ class Traces:
 
     BEGIN = ('set -C; read up rest < /proc/uptime; key=${TORC_JOB_ID}_${TORC_RUN_ID}_${TORC_ATTEMPT_ID}; '
              'echo "$up $$ ${CUDA_VISIBLE_DEVICES:--}" > ledger/$key.begin || exit 99; set +C; ')
-    END = '; read up rest < /proc/uptime; echo $up > ledger/$key.end'
+    # Slurm's proctrack/linuxproc kills children first: a shell whose `sleep` was killed goes on for a moment.
+    END = ' && { read up rest < /proc/uptime; echo $up > ledger/$key.end; }'
 
     def __init__(self, world: World) -> None:
         self.world = world
