@@ -20297,8 +20297,10 @@ class ServerLink(Part):
     def plan(self, answer: Dict[str, Any]) -> None:
         """Plan the next request, now that the parts have taken an answer in."""
         self.poll_at = time.monotonic() + self.pace.next_wait_s(bool(self.launcher.children), answer)
-        if self.attempts.by_state['reported'] or self.outbox['accounting']:     # more than one carries
-            self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
+        left = self.attempts.by_state['reported']       # more than one carries, or ended meanwhile
+        if left or self.outbox['accounting']:
+            is_full = len(self.sent_completions) == MAX_COMPLETIONS_PER_REQUEST
+            self.report_soon(0 if left and is_full else BATCH_S)
         if self.pace.is_idle and answer.get('reason'):
             self.context.say_once(answer['reason'], 'No jobs claimed: ')
 
