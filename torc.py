@@ -18849,7 +18849,7 @@ def parse_step_notes(text: str) -> StepNotes:
     notes = StepNotes()
     for line in text.split('\n')[:-1]:
         word, *rest = line.split(' ')
-        try:
+        with contextlib.suppress(ValueError, IndexError):   # a file system that has lost a part of it
             if word == 'step':
                 notes = notes._replace(number=rest[0], pid=int(rest[1]), host=rest[2],
                                        at=float((*rest, 0)[3]))
@@ -18863,8 +18863,6 @@ def parse_step_notes(text: str) -> StepNotes:
                 notes = notes._replace(
                     return_code=int(rest[0]), signal_number=int(rest[1]), has_core=rest[2] == '1',
                     wall_s=float(rest[3]), cpu_s=float(rest[4]), peak_memory_bytes=int(rest[5]) * 1024)
-        except (ValueError, IndexError):    # a file system that has lost a part of it
-            continue
     return notes
 
 
