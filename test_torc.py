@@ -15213,6 +15213,7 @@ class AccountingTest(PartTest):
     SCENARIOS = rows_of("""
         what                     happens                                  calls                           states            rows
         ends are gathered        1~GOOD +10 2~GOOD +10 3~BARE +15         1 31                            COMPLETED*3       11
+        a bad end among others   1~GOOD +2 2~GOOD +10 3=BAD +2            1 13                            COMPLETED*2 OUT_OF_MEMORY  111
         it comes late            1=RUNS +8 1:BAD +4                       1 6 11                          OUT_OF_MEMORY     1
         it never comes           1= +100                                  1 6 11 16 21 26                 -                 0
         its figures come later   1=BARE +2 1:GOOD +40                     1 31                            COMPLETED         1

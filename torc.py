@@ -21760,9 +21760,9 @@ class Accounting(Part):
             return math.inf
         if self.context.leaving and not steps[-1].tries:
             return max(steps[-1].ended_at + SACCT_FIRST_S, self.replied_at)
-        is_awaited = self.context.leaving or any(step.is_awaited and step.state is None for step in steps)
-        return max(steps[0].ended_at + SACCT_FIRST_S,
-                   self.replied_at + (self.rest_s if is_awaited else SACCT_BATCH_S))
+        awaited = [step for step in steps if self.context.leaving or step.is_awaited and step.state is None]
+        first, rest_s = (awaited[0], self.rest_s) if awaited else (steps[0], SACCT_BATCH_S)
+        return max(first.ended_at + SACCT_FIRST_S, self.replied_at + rest_s)
 
     def give_up_at(self) -> float:
         """When a runner that leaves waits no longer."""
