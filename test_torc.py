@@ -16488,6 +16488,14 @@ class LeavingTest(RunnerCase):
                 self.assertEqual([(1, 1, code, 'terminated' if code else 'completed')], self.results())
         self.assertEqual(handlers, [signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])
 
+    def test_a_signal_that_nohup_has_ignored_ends_nothing_and_jobs_do_not_ignore_it(self):
+        self.addCleanup(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN))
+        self.create('grep SigIgn /proc/self/status; : > ready; until test -e go; do sleep 0.02; done')
+        self.at(lambda: os.path.exists(self.world.path('ready')), lambda: (os.kill(os.getpid(), signal.SIGHUP), self.world.write('go', '')))
+        outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
+        self.assertEqual((1, None), (outcome.completed, outcome.interrupted_by))
+        self.assertFalse(int(self.stdio().split()[1], 16) & 1 << signal.SIGHUP - 1)
+
     def test_what_was_interrupted_runs_again_with_all_of_its_retries_and_progress_is_that_of_all_jobs(self):
         command = 'echo $TORC_ATTEMPT_ID >> ran; test -e again && exit 10; echo > ready; sleep 1000'
         self.create({'command': command, 'failure_handler': 'fix'}, {'command': 'true', 'depends_on': ['j1']}, 'true',
