@@ -15111,15 +15111,6 @@ class SlurmStepTest(SlurmStepCase):
         self.begin('echo ok')
         self.assertEqual([(1, 1, 0, 'completed')], self.ended())
 
-    def test_sigterm_to_the_runner_stops_its_steps_gently_and_makes_their_jobs_ready(self):
-        self.allocate()
-        self.begin('trap "echo saved; exit 3" TERM; echo $$ > a; while :; do sleep 0.1; done', 'echo $$ > b; exec sleep 1000')
-        pids = self.pids_in('a', 'b')
-        self.runner.send(signal.SIGTERM)
-        self.assertEqual([(1, 1, 3, 'terminated'), (2, 1, 143, 'terminated')], self.ended())
-        self.assertGone(*pids)
-        self.assertEqual(('saved\n', {'j1': 'ready', 'j2': 'ready'}, {}), (self.out(1), self.jobs(), self.live_steps()))
-
     def test_when_the_runner_is_killed_its_steps_die_within_seconds_on_all_nodes(self):
         self.allocate()
         self.begin(*(f'echo $SLURMD_NODENAME > node.{name}; setsid sleep 1000 & echo $! > {name}.left; echo $$ > {name}; exec sleep 1000'
