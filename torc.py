@@ -17282,22 +17282,22 @@ def ask_queue() -> Tuple[Dict[str, ListedJob], str]:
 
 class Partition(Row):
     """Nodes of one kind in a partition. None: not known, or no limit."""
-    name: str
-    description: str
-    cpus_per_node: int
-    memory_mb: int
-    max_walltime_secs: int
-    max_nodes: Optional[int]            # of one job
-    max_nodes_per_user: Optional[int]
-    min_nodes: Optional[int]            # of one job
-    gpus_per_node: Optional[int]
-    gpu_type: Optional[str]
-    gpu_memory_gb: Optional[int]
-    local_disk_gb: Optional[int]
-    shared: bool                        # a node runs jobs of several users; else a job gets whole nodes
-    requires_explicit_request: bool     # for a special use: chosen only where no other one fits
-    default_qos: Optional[str]
-    features: Sequence[str]
+    name: str = ''
+    description: str = ''
+    cpus_per_node: int = 0
+    memory_mb: int = 0
+    max_walltime_secs: int = 0
+    max_nodes: Optional[int] = None             # of one job
+    max_nodes_per_user: Optional[int] = None
+    min_nodes: Optional[int] = None             # of one job
+    gpus_per_node: Optional[int] = None
+    gpu_type: Optional[str] = None
+    gpu_memory_gb: Optional[int] = None
+    local_disk_gb: Optional[int] = None
+    shared: bool = False                        # a node runs jobs of several users; else a job gets all of it
+    requires_explicit_request: bool = False     # for a special use: chosen only where no other one fits
+    default_qos: Optional[str] = None
+    features: Sequence[str] = ()
     has_default_memory: bool = True     # a job that asks for no memory does not get all of a node's
 
     @property
@@ -17324,10 +17324,8 @@ class Profile(Row):
 
 
 MEGABYTE = 1024 ** 2
-DAY_S = 86400
-NO_TIME_LIMIT_S = 365 * DAY_S       # of a partition without one, as Torc has it
+NO_TIME_LIMIT_S = 365 * 86400       # of a partition without one, as Torc has it
 LIVE_PROFILE = 'slurm'              # name that always means: ask Slurm
-NO_PARTITION = Partition('', '', 0, 0, 0, None, None, None, None, None, None, None, False, False, None, ())
 
 # -------- built in --------
 #
@@ -17469,7 +17467,7 @@ def configured_profile(name: str, entry: Dict[str, Any]) -> Profile:
         raise ValueError(f'{where}.detect_hostname {error}') from None
     if not rows:
         raise ValueError(f'{where}.partitions is empty')
-    partitions = [NO_PARTITION._replace(**dict(row, features=tuple(row.get('features', ())))) for row in rows]
+    partitions = [Partition(**dict(row, features=tuple(row.get('features', ())))) for row in rows]
     return Profile(name, entry.get('display_name', name), entry.get('description', ''), detection,
                    entry.get('default_account'), partitions, entry.get('charge_factor_cpu', 1.0),
                    entry.get('charge_factor_gpu', 10.0))
@@ -17549,7 +17547,7 @@ def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]],
         is_special = name in preempted and len(preempted) < len(records) or any(
             record.get(key, 'ALL') not in ('ALL', '') for key in ('AllowAccounts', 'AllowGroups', 'AllowQos'))
         defaults = {where.get(key, '') for where in (record, config) for key in MEMORY_DEFAULTS}
-        found.setdefault(NO_PARTITION._replace(
+        found.setdefault(Partition(
             name=name, cpus_per_node=num_cpus, memory_mb=memory_mb, max_walltime_secs=limit_s,
             max_nodes=parse_least(record.get('MaxNodes', '')),
             min_nodes=parse_least(record.get('MinNodes', '')), gpus_per_node=gpus or None,
@@ -18258,7 +18256,7 @@ def startup_window_s(num_runners: int) -> int:
 # -------- what is asked for --------
 
 # Of a partition that Slurm does not tell of.
-UNKNOWN_PARTITION = NO_PARTITION._replace(cpus_per_node=MAX_INTEGER, memory_mb=MAX_INTEGER, shared=True)
+UNKNOWN_PARTITION = Partition(cpus_per_node=MAX_INTEGER, memory_mb=MAX_INTEGER, shared=True)
 
 
 class AllocationNeeds(Row):
