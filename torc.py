@@ -16063,19 +16063,17 @@ def control_group_directories(controller: str, root: str = '') -> List[str]:
     return list(dict.fromkeys(found))
 
 
-def read_control_group_value(directory: str, name: str) -> List[int]:
-    """Numbers of a file of a control group, 'max' as -1; [] where there is no such file."""
-    words = re.findall(rb'-?[0-9]+|max', read_proc_text(os.path.join(directory, name)))
-    return [-1 if word == b'max' else int(word) for word in words]
+def read_control_group(directory: str, *names: str) -> List[int]:
+    """Numbers of those files of a control group that there are, 'max' as -1."""
+    text = b' '.join(read_proc_text(os.path.join(directory, name)) for name in names)
+    return [-1 if word == b'max' else int(word) for word in re.findall(rb'-?[0-9]+|max', text)]
 
 
 def read_cpu_quota(root: str = '') -> float:
     """CPUs' worth of time that our control groups allow; infinite where none sets a limit."""
     quotas = [math.inf]
     for directory in control_group_directories('cpu', root):
-        pair = read_control_group_value(directory, 'cpu.max') or [
-            number for name in ('cpu.cfs_quota_us', 'cpu.cfs_period_us')
-            for number in read_control_group_value(directory, name)]
+        pair = read_control_group(directory, 'cpu.max', 'cpu.cfs_quota_us', 'cpu.cfs_period_us')
         if len(pair) == 2 and min(pair) > 0:
             quotas.append(pair[0] / pair[1])
     return min(quotas)
@@ -16085,8 +16083,8 @@ def read_memory_limit(root: str = '') -> float:
     """Bytes that our control groups allow; infinite where none sets a limit."""
     limits = [math.inf]
     for directory in control_group_directories('memory', root):
-        for name in ('memory.max', 'memory.high', 'memory.limit_in_bytes'):
-            limits += [number for number in read_control_group_value(directory, name) if number > 0]
+        found = read_control_group(directory, 'memory.max', 'memory.high', 'memory.limit_in_bytes')
+        limits += [number for number in found if number > 0]
     return min(limits)
 
 
@@ -16472,7 +16470,7 @@ def is_own_group(directory: str) -> bool:
     """Whether a control group, with those below it, has no processes of others than us and root (sshd(8))."""
     owners = set()
     for path, _, _ in os.walk(directory):
-        for pid in read_control_group_value(path, 'cgroup.procs'):
+        for pid in read_control_group(path, 'cgroup.procs'):
             with contextlib.suppress(OSError):      # it has ended
                 owners.add(os.stat(f'/proc/{pid}').st_uid)
     return owners <= {0, os.geteuid()}
@@ -21196,8 +21194,7 @@ class Monitor(Part):
         self.node = NodeUsage(settings.cpu, settings.memory) if settings.node else None
         self.node_at = time.monotonic() + settings.interval_s if settings.node else math.inf
         self.series = Series(context, launcher)
-        self.check = None           # type: Optional[Errand]  # reads proportional sizes
-        self.suspects = []          # type: List[Attempt]  # ... of these
+        self.checks = {}            # type: Dict[Attempt, Errand]  # of who seems to be above its limit
 
     def add(self, attempt: Attempt) -> None:
         """A job was started."""
@@ -21228,8 +21225,8 @@ class Monitor(Part):
     def act(self, now: float) -> None:
         """Take the samples that are due."""
         self.oom_kills.look(now)
-        if self.check is not None and self.check.look():
-            self.take_check(now)
+        for attempt in [attempt for attempt, check in self.checks.items() if check.look()]:
+            self.take_check(attempt, self.checks.pop(attempt), now)
         if now >= self.sampler.next_at:
             self.sample_jobs(now)
         if now >= self.node_at:
@@ -21245,11 +21242,10 @@ class Monitor(Part):
             if tree.num_processes and tree.cpu_percent is not None:
                 self.series.add_job(attempt.id, attempt.name, (
                     at, tree.cpu_percent, tree.memory_bytes, tree.num_processes))
-        suspects = {attempt: tree for attempt, tree in self.sampler.trees.items() if tree.needs_check(now)}
-        if suspects and self.check is None:
-            self.suspects = list(suspects)
-            rows = [('/proc', list(tree.members), tree.limit_bytes) for tree in suspects.values()]
-            self.check = self.launcher.begin(lambda: list(itertools.starmap(check_tree, rows)))
+        for attempt, tree in self.sampler.trees.items():
+            if tree.needs_check(now) and attempt not in self.checks:
+                self.checks[attempt] = self.launcher.begin(functools.partial(
+                    check_tree, '/proc', list(tree.members), tree.limit_bytes))
 
     def sample_node(self) -> None:
         """One sample of the node."""
@@ -21259,15 +21255,13 @@ class Monitor(Part):
 
     # ---- memory limits ----
 
-    def take_check(self, now: float) -> None:
-        """Proportional sizes were read: end the jobs that are above their limits."""
-        check, self.check = self.check, None
+    def take_check(self, attempt: Attempt, check: Errand, now: float) -> None:
+        """The proportional size of a job was read: end it if it is above its limit."""
         if check.error:
             self.context.say_once(f'memory limits: no look at what jobs share was possible: {check.error}')
-        for attempt, sizes in zip(self.suspects, check.result or itertools.repeat(None)):
-            tree = self.sampler.trees.get(attempt)      # it may have ended
-            if tree is not None and tree.take_check(now, now - check.began, sizes):
-                self.end_job(attempt, tree)
+        tree = self.sampler.trees.get(attempt)      # it may have ended
+        if tree is not None and tree.take_check(now, now - check.began, check.result):
+            self.end_job(attempt, tree)
 
     def end_job(self, attempt: Attempt, tree: JobTree) -> None:
         """SIGKILL for a job above its limit."""
