@@ -14387,7 +14387,7 @@ class LinkTest(PartTest):
                 link.lease_ends_at = clock.now + 1
                 self.turn(link)
                 link.lease_ends_at = clock.now + 1      # the server's word would still do
-                asks_at = 'now' if link.poll_at <= clock.now else f'{link.poll_at - began:g}'
+                asks_at = 'now' if link.planned_at <= clock.now else f'{link.planned_at - began:g}'
                 with self.subTest(row=row):
                     self.assertEqual((row['state'], row['asks_at'], row['starts']),
                                      (link.state, asks_at, 'yes' if link.has_lease else 'no'))

@@ -20073,8 +20073,7 @@ class ServerLink(Part):
         self.turn = 0               # ... its number
         self.sent_at = 0.0
         self.promised_until = 0.0   # ... the end of the lease that it asks for, by Clocks.running
-        self.poll_at = 0.0          # the next one by the rules of waiting
-        self.report_at = math.inf   # the next one because there is something to send
+        self.planned_at = 0.0       # when the next one is to be sent: infinite until something has come up
 
     # ---- what others ask and say ----
 
@@ -20098,7 +20097,7 @@ class ServerLink(Part):
 
     def poll_now(self) -> None:
         """Ask as soon as possible."""
-        self.poll_at = 0.0
+        self.planned_at = 0.0
 
     def report(self, kind: str, rows: Sequence[Any], delay_s: float = 0.0) -> None:
         """Send rows of the outbox within so many seconds."""
@@ -20108,7 +20107,7 @@ class ServerLink(Part):
     def report_soon(self, delay_s: float) -> None:
         """Send what there is within so many seconds. While the server is silent its own pace counts."""
         if self.state == 'online':
-            self.report_at = min(self.report_at, time.monotonic() + delay_s)
+            self.planned_at = min(self.planned_at, time.monotonic() + delay_s)
 
     def report_batch(self) -> None:
         """The same for a completion: at once where slots would stay empty, else with those that follow."""
@@ -20183,22 +20182,21 @@ class ServerLink(Part):
             return 0.0
         if self.state == 'offline' and not (self.launcher.children or self.is_over):
             return 0.0
-        return min(self.poll_at, self.report_at)
+        return self.planned_at
 
     def due(self) -> float:
         """When a request is to be sent, or its answer is overdue. The loop watches for the answer itself."""
         late_at = self.window_ends_at if self.state == 'silent' else math.inf
         if self.pending is None:
             return min(self.ask_at, late_at)
-        sooner_at = min(self.poll_at, self.report_at) if self.pace.waits_s else math.inf
+        sooner_at = self.planned_at if self.pace.waits_s else math.inf
         return min(self.sent_at + self.pace.answer_s(), late_at, sooner_at)
 
     def act(self, now: float) -> None:
         """See whether the server is silent for too long, or keeps a request though something has come up."""
         if self.state == 'silent' and now >= self.window_ends_at:
             self.go_offline(now)
-        if self.pending and self.pace.waits_s and now >= min(self.poll_at, self.report_at) \
-                and not self.pending.has_answer():
+        if self.pending and self.pace.waits_s and now >= self.planned_at and not self.pending.has_answer():
             self.pending.abandon()      # the next one lists what we hold
             self.pending, self.pace.waits_s, self.is_doubtful = None, 0.0, True
 
@@ -20225,19 +20223,18 @@ class ServerLink(Part):
         The children need us: the answer is fetched when it is there.
         """
         context, lease_s = self.context, self.pace.lease_s()
-        is_poll, self.report_at = self.sent_at >= self.poll_at, math.inf
-        self.pace.plan_wait(body['want'] is not None, self.has_updates,
-                            0.0 if self.is_doubtful else patience_s)
+        tells, self.planned_at = self.has_updates, math.inf
+        self.pace.plan_wait(body['want'] is not None, tells, 0.0 if self.is_doubtful else patience_s)
         self.turn += 1
         self.promised_until = read_clocks().running + lease_s
         # In an older copy of its database the server may give our node's id to another runner: `identity`.
         body.update(self.updates(), compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
                     run_id=context.run_id, turn=self.turn, lease_s=lease_s,
-                    explain=is_poll or not self.launcher.children)
+                    explain=not (tells and self.launcher.children))
         if self.is_doubtful:    # what else the server thinks that we have is not so
             body['held'] = [attempt.key for attempt in self.attempts.of()]
         if self.pace.waits_s:
-            body['wait_s'], self.poll_at = self.pace.waits_s, math.inf
+            body['wait_s'] = self.pace.waits_s
         self.request = body
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
@@ -20278,7 +20275,7 @@ class ServerLink(Part):
         except Refused as error:
             if not error.details.get('gone'):
                 raise
-            self.is_registered, self.poll_at = False, 0.0
+            self.is_registered, self.planned_at = False, 0.0
             self.sent_at = -math.inf    # not in vain: ask anew
             return None
         self.is_doubtful, self.lease_ends_at = False, self.promised_until
@@ -20290,11 +20287,10 @@ class ServerLink(Part):
 
     def plan(self, answer: Dict[str, Any]) -> None:
         """Plan the next request, now that the parts have taken an answer in."""
-        self.poll_at = time.monotonic() + self.pace.next_wait_s(bool(self.launcher.children), answer)
-        left = self.attempts.by_state['reported']       # more than one carries, or ended meanwhile
-        if left or self.outbox['accounting']:
-            is_full = len(self.sent_completions) == MAX_COMPLETIONS_PER_REQUEST
-            self.report_soon(0 if left and is_full else BATCH_S)
+        now, wait_s = time.monotonic(), self.pace.next_wait_s(bool(self.launcher.children), answer)
+        if MAX_COMPLETIONS_PER_REQUEST in (len(self.sent_completions), *self.sent.values()):
+            wait_s = 0.0    # there may be more than one carries; what came up meanwhile is gathered for a moment
+        self.planned_at = min(max(self.planned_at, now + BATCH_S), now + wait_s)
         if self.pace.is_idle and answer.get('reason'):
             self.context.say_once(answer['reason'], 'No jobs claimed: ')
 
@@ -20328,7 +20324,7 @@ class ServerLink(Part):
             self.context.say(message, 'warning')
         self.reasons.add(reason)
         wait_s = self.retries.take()
-        self.poll_at = now + (self.context.options.ping_interval_s if self.state == 'offline' else wait_s)
+        self.planned_at = now + (self.context.options.ping_interval_s if self.state == 'offline' else wait_s)
 
     @property
     def window_ends_at(self) -> float:
@@ -20343,7 +20339,7 @@ class ServerLink(Part):
     def go_offline(self, now: float) -> None:
         """The page's offline drain begins when the window is over, or our own time."""
         context = self.context
-        self.state, self.poll_at = 'offline', now + context.options.ping_interval_s
+        self.state, self.planned_at = 'offline', now + context.options.ping_interval_s
         context.log.write('Server unreachable past the retry window: entering offline-drain mode.', 'warning',
                           running=self.attempts.count('running'), unreported=self.attempts.count('reported'))
         if self.launcher.children and context.options.drains:
