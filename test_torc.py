@@ -14310,17 +14310,22 @@ class LinkTest(PartTest):
         self.assertFalse(link.has_updates)
         self.assertEqual(['no answer from the server, trying again: nobody there', 'the server answers again after 0s'], self.progress.messages)
 
-    def test_what_comes_up_while_a_request_is_out_goes_with_the_next(self):
-        link, arrived = self.link(), []     # type: Any, List[int]
-        with unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: bool(arrived)):
+    def test_what_comes_up_while_a_request_is_out_is_gathered_for_the_next(self):
+        arrived = []    # type: List[int]
+        with FakeClock().set() as clock, unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: bool(arrived)):
+            link = self.link()
             link.report('started', ['a'])
             self.turn(link)
+            self.assertEqual(clock.now + torc.ANSWER_DEADLINE_S, link.due())
             link.report('started', ['b'])
-            self.assertTrue(link.pending and link.due() > time.monotonic() + torc.ANSWER_DEADLINE_S - 5)
+            ended = self.attempt('reported', 4)
+            link.report_batch()
             arrived.append(1)
-            for _ in range(2):
-                self.turn(link)
-        self.assertEqual([(['a'],), (['b'],)], self.sent('started'))
+            self.turn(link)
+            self.assertEqual((1, clock.now + torc.BATCH_S), (len(self.client.requests), link.due()))
+            clock.now = link.due()
+            self.turn(link)
+        self.assertEqual([(['a'], []), (['b'], [ended.completion])], self.sent('started', 'completions'))
 
     def test_what_comes_up_while_the_server_keeps_a_request_ends_that(self):
         link, self.want, self.patience_s = self.link(), {'limit': 1}, torc.IDLE_WAIT_S
@@ -14332,20 +14337,6 @@ class LinkTest(PartTest):
             self.assertLessEqual(link.due(), time.monotonic())
             self.turn(link)
         self.assertEqual([(None, None, []), (torc.IDLE_WAIT_S, None, []), (None, [], [1])], self.sent('wait_s', 'held', 'accounting'))
-
-    def test_an_end_while_a_request_is_out_waits_for_those_that_follow(self):
-        arrived = []    # type: List[int]
-        with FakeClock().set() as clock, unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: bool(arrived)):
-            link = self.link()
-            for number in range(3):
-                self.attempt(number=number)
-            link.report('started', ['a'])
-            self.turn(link)
-            self.attempt('reported', 4)
-            link.report_batch()
-            arrived.append(1)
-            self.turn(link)
-            self.assertEqual((1, clock.now + torc.BATCH_S), (len(self.client.requests), link.due()))
 
     def test_more_completions_than_a_request_carries_follow_at_once(self):
         link = self.link()
