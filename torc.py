@@ -20289,7 +20289,8 @@ class ServerLink(Part):
         """Plan the next request, now that the parts have taken an answer in."""
         now, wait_s = time.monotonic(), self.pace.next_wait_s(bool(self.launcher.children), answer)
         if MAX_COMPLETIONS_PER_REQUEST in (len(self.sent_completions), *self.sent.values()):
-            wait_s = 0.0    # there may be more than one carries; what came up meanwhile is gathered for a moment
+            wait_s = 0.0    # there may be more than one carries
+        # What came up meanwhile is gathered for a moment.
         self.planned_at = min(max(self.planned_at, now + BATCH_S), now + wait_s)
         if self.pace.is_idle and answer.get('reason'):
             self.context.say_once(answer['reason'], 'No jobs claimed: ')
