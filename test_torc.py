@@ -13692,14 +13692,17 @@ class AccountTextTest(unittest.TestCase):
                 ('j|||||1-00:00:01||TIMEOUT', (None, None, None, None, 86401.0, None, 'TIMEOUT'), True, True),
                 ('j|?|x|-1|1 2|UNLIMITED|n1|CANCELLED by 1000', (None,) * 5 + ('n1', 'CANCELLED'), True, False),
                 ('j|||||||OUT_OF_ME+', (None,) * 6 + ('OUT_OF_MEMORY',), True, False), ('j|||||||RUNNING', (None,) * 6 + ('RUNNING',), False, False),
-                ('j|||||||RESIZING', (None,) * 6 + ('RESIZING',), False, False), ('j|||||||WHAT', (None,) * 7, False, False)):
+                ('j|||||||RESIZING', (None,) * 6 + ('RESIZING',), False, False), ('j|||||||WHAT', (None,) * 7, False, False),
+                ('j|1K||||00:00:01|n1', (1024, None, None, None, 1.0, 'n1', None), False, True)):
             record = torc.read_step_records(text, {'j', 'other'})['j']
             self.assertEqual([wanted[0], *wanted[1:]], [tuple(record), record.has_ended, record.has_figures], text)
-        self.assertEqual({}, torc.read_step_records('j\nj|1K\nj|1K|1K|1K|1K|00:00:01|n1\nchatter', {'j'}))
+        self.assertEqual({}, torc.read_step_records('j\nj|1K\nj|1K|1K|1K|1K|00:00:01\nchatter', {'j'}))
 
     def test_samples_of_sstat(self):
         text = ('13.0|00:00:01|64704K\n13.batch|00:00:00|1K\n13+0.2|1-00:00:00.5|\n26_5.3||\n26_5.4|00:00:01|1K\nsstat: chatter\n')
         self.assertEqual({'0': (1.0, 66256896), '2': (86400.5, None)}, torc.read_step_samples(text, {'0', '2', '3'}))
+        self.assertEqual({'2': (90.0, 2097741824)}, torc.read_step_samples('00:01:30|2048576K\n', {'2'}))
+        self.assertEqual({}, torc.read_step_samples('00:01:30|2048576K\n', {'2', '3'}))
 
     def test_accounting_that_is_off_is_told_from_one_that_does_not_answer(self):
         for code, err, is_off in ((1, 'Slurm accounting storage is disabled', True), (torc.COMMAND_NOT_FOUND, '', True), (0, '', False),
@@ -24975,7 +24978,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33446
+TORC_LINES = 33457
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

@@ -19014,9 +19014,15 @@ def step_number(step_id: str) -> str:
 
 
 def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
-    """Output of sstat in SSTAT_FORMAT -> number of a step -> figures, for these numbers."""
+    """Output of sstat in SSTAT_FORMAT -> number of a step -> figures, for these numbers.
+
+    Of a single step it may be without the id, as on the page "Slurm Job Step Monitoring".
+    """
+    rows = read_slurm_rows(text, 3)
+    if len(numbers) == 1 and not rows:
+        rows = [['.' + number, *row] for number in numbers for row in read_slurm_rows(text, 2)]
     samples = {step_number(step_id): StepSample(parse_slurm_cpu_time(cpu), parse_slurm_memory(size))
-               for step_id, cpu, size in read_slurm_rows(text, 3)}
+               for step_id, cpu, size in rows}
     return {number: sample for number, sample in samples.items()
             if number in numbers and sample != (None, None)}
 
@@ -19026,10 +19032,15 @@ def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
 
     They are compared here, since --name meant the job's name in some versions. Of several steps with a name
     the last one counts: sacct prints them in their order, those of a requeued job's earlier runs (-D) first.
+    The state may be missing, as on that page.
     """
-    return {name: StepRecord(*map(parse_slurm_memory, sizes), parse_slurm_cpu_time(cpu), node_list or None,
-                             parse_slurm_state(state) or None)
-            for name, *sizes, cpu, node_list, state in read_slurm_rows(text, 8) if name in names}
+    records = {}
+    for name, *sizes, cpu, last in read_slurm_rows(text, 7):
+        if name in names:
+            node_list, _, state = last.partition('|')
+            records[name] = StepRecord(*map(parse_slurm_memory, sizes), parse_slurm_cpu_time(cpu),
+                                       node_list or None, parse_slurm_state(state) or None)
+    return records
 
 
 # The name of a job comes last: it may hold any character, also the one that separates.
