@@ -14314,21 +14314,24 @@ class LinkTest(PartTest):
         self.assertEqual(['no answer from the server, trying again: nobody there', 'the server answers again after 0s'], self.progress.messages)
 
     def test_what_comes_up_while_a_request_is_out_is_gathered_for_the_next(self):
-        arrived = []    # type: List[int]
-        with FakeClock().set() as clock, unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: bool(arrived)):
-            link = self.link()
-            link.report('started', ['a'])
-            self.turn(link)
-            self.assertEqual(clock.now + torc.ANSWER_DEADLINE_S, link.due())
-            link.report('started', ['b'])
-            ended = self.attempt('reported', 4)
-            link.report_batch()
-            arrived.append(1)
-            self.turn(link)
-            self.assertEqual((1, clock.now + torc.BATCH_S), (len(self.client.requests), link.due()))
-            clock.now = link.due()
-            self.turn(link)
-        self.assertEqual([(['a'], []), (['b'], [ended.completion])], self.sent('started', 'completions'))
+        for state in ('online', 'silent'):
+            arrived = []    # type: List[int]
+            with self.subTest(state), FakeClock().set() as clock, \
+                    unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: bool(arrived)):
+                link = self.link()
+                link.report('started', ['a'])
+                self.turn(link)
+                self.assertEqual(clock.now + torc.ANSWER_DEADLINE_S, link.due())
+                link.state, link.silent_since = state, clock.now
+                link.report('started', ['b'])
+                ended = self.attempt('reported', 4)
+                link.report_batch()
+                arrived.append(1)
+                self.turn(link)
+                self.assertEqual((1, clock.now + torc.BATCH_S), (len(self.client.requests), link.due()))
+                clock.now = link.due()
+                self.turn(link)
+                self.assertEqual([(['a'], []), (['b'], [ended.completion])], self.sent('started', 'completions'))
 
     def test_what_comes_up_while_the_server_keeps_a_request_ends_that(self):
         link, self.want, self.patience_s = self.link(), {'limit': 1}, torc.IDLE_WAIT_S

@@ -20299,9 +20299,9 @@ class ServerLink(Part):
     def plan(self, answer: Dict[str, Any]) -> None:
         """Plan the next request, now that the parts have taken an answer in."""
         now, wait_s = time.monotonic(), self.pace.next_wait_s(bool(self.launcher.children), answer)
-        if MAX_COMPLETIONS_PER_REQUEST in (len(self.sent_completions), *self.sent.values()):
-            wait_s = 0.0    # there may be more than one carries
-        # What came up meanwhile is gathered for a moment.
+        if self.has_updates:    # more than one carries, or what came up meanwhile, gathered for a moment
+            is_full = MAX_COMPLETIONS_PER_REQUEST in (len(self.sent_completions), *self.sent.values())
+            wait_s = min(wait_s, 0.0 if is_full else BATCH_S)
         self.planned_at = min(max(self.planned_at, now + BATCH_S), now + wait_s)
         if self.pace.is_idle and answer.get('reason'):
             self.context.say_once(answer['reason'], 'No jobs claimed: ')
