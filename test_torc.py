@@ -12128,10 +12128,8 @@ class SamplerTest(ProcTest):
         self.assertEqual((102 * MB, 90 * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes), 'in doubt again')
         self.assertEqual([False, True], [tree.take_check(1.6, 0.01, found) for found in (None, (101 * MB, 0))])
         self.assertEqual(101 * MB, tree.usage.peak_memory_bytes)
-
-    def test_a_process_whose_shares_may_not_be_read_counts_without_its_files(self):
-        self.write('10/statm', '500 300 100 1 0 200 0\n')
-        self.assertEqual((200 * torc.PAGE_BYTES, 100 * torc.PAGE_BYTES), torc.read_memory_sizes(self.root, 10))
+        self.write('13/statm', '500 300 100 1 0 200 0\n')      # its shares may not be read
+        self.assertEqual((200 * torc.PAGE_BYTES, 100 * torc.PAGE_BYTES), torc.read_memory_sizes(self.root, 13))
 
 
 class UsageTest(ProcTest):
@@ -12592,34 +12590,35 @@ class KeeperTest(WorldTest):
     def test_a_terminal_stops_it_lets_it_go_on_and_interrupts_it(self):
         self.write_run()
         master, slave = os.openpty()
-        shell = subprocess.Popen(['setsid', '-c', 'bash', '--norc', '--noediting', '-i'], cwd=self.world.directory, stdin=slave, stdout=slave, stderr=slave,
-                                 env=dict(self.world.environment, PS1='> '))
+        shell = subprocess.Popen(['setsid', '-c', 'bash', '--norc', '--noediting', '-i'], cwd=self.world.directory,
+                                 stdin=slave, stdout=slave, stderr=slave, env=dict(self.world.environment, PS1='> '))
         os.close(slave)
         said = bytearray()
 
-        def has_said(words: bytes) -> bool:
-            with contextlib.suppress(OSError):      # the shell has ended
-                while select.select([master], [], [], 0)[0]:
-                    said.extend(os.read(master, 4096))
-            return words in said
+        def await_state(words: bytes, condition: Callable[[], Any], what: str) -> Any:
+            """Wait until the shell has said something, and for a condition."""
+            def look() -> Any:
+                with contextlib.suppress(OSError):      # the shell has ended
+                    while select.select([master], [], [], 0)[0]:
+                        said.extend(os.read(master, 4096))
+                return words in said and condition()
+            return self.world.wait(look, 20, what, state=lambda: said)
 
-        def state(pid: int) -> bytes:
-            return torc.read_proc_stat(pid)[0]
+        def states() -> Set[bytes]:
+            return {torc.read_proc_stat(pid)[0] for pid in (keeper, runner_of(keeper))}
         try:
             os.write(master, b'./run\n')
-            self.world.wait(lambda: has_said(b'') and self.world.read('begun'), 20, 'the job')
-            keeper = self.world.wait(lambda: [pid for pid in torc.read_children(shell.pid) if torc.is_keeper(pid)], 5, 'the keeper')[0]
-            runner = runner_of(keeper)
+            await_state(b'', lambda: self.world.read('begun'), 'the job')
+            keeper, = await_state(b'', lambda: [*filter(torc.is_keeper, torc.read_children(shell.pid))], 'the keeper')
             os.write(master, b'\x1a')       # Ctrl-Z
-            self.world.wait(lambda: has_said(b'Stopped'), 10, 'the word of the shell', state=lambda: said)
-            self.world.wait(lambda: state(keeper) == b'T' == state(runner), 5, 'the stop of both')
+            await_state(b'Stopped', lambda: states() == {b'T'}, 'the stop of both')
             os.write(master, b'fg\n')
-            self.world.wait(lambda: has_said(b'./run') and state(keeper) != b'T' != state(runner), 10, 'the foreground')
+            await_state(b'', lambda: b'T' not in states(), 'the foreground')
             os.write(master, b'\x03')       # Ctrl-C
-            self.world.wait(lambda: has_said(b'') and not os.path.exists(f'/proc/{keeper}'), 20, 'the end', state=lambda: said)
+            await_state(b'', lambda: not os.path.exists(f'/proc/{keeper}'), 'the end')
             self.assertEqual('saved\n', self.world.read('saved'), said.decode())
             os.write(master, b'echo code is $?\nexit\n')
-            self.world.wait(lambda: has_said(b'code is 130'), 10, 'the code', state=lambda: said)
+            await_state(b'code is 130', lambda: True, 'the code')
         finally:
             shell.kill()
             shell.wait()
