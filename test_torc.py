@@ -15682,22 +15682,23 @@ class InAllocationTest(RunnerCase):
         self.assertTrue([text for text in self.progress.messages if text.startswith('Slurm job 5 ends at ')])
 
     CANCELED = 'Slurm job 5 was canceled by a user or administrator'
-    # How Slurm ends a job, by what sacct, and then scontrol, says -> the status and return code of what runs there, and
-    # the status of its record. In `late`, sacct learns of it when it is asked for the third time.
+    # How Slurm ends a job, by what sacct, and then scontrol, says, and whether it sends us SIGTERM -> the status and return
+    # code of what runs there, and the status of its record. In `late`, sacct learns of it when it is asked for the third time.
     ENDS = rows_of("""
-        sacct            state       restarts  status  code  record
-        CANCELLED by 7   COMPLETING  0         failed  -128  canceled
-        late             COMPLETING  0         failed  -128  canceled
-        PREEMPTED        COMPLETING  0         ready   143   complete
-        PREEMPTED        COMPLETING  1         ready   143   pending
-        RUNNING          PENDING     0         ready   143   pending
-        fails            COMPLETING  0         ready   143   complete
+        sacct            state       restarts  signal  status  code  record
+        CANCELLED by 7   COMPLETING  0         yes     failed  -128  canceled
+        CANCELLED by 7   COMPLETING  0         no      failed  -128  canceled
+        late             COMPLETING  0         yes     failed  -128  canceled
+        PREEMPTED        COMPLETING  0         yes     ready   143   complete
+        PREEMPTED        COMPLETING  1         no      ready   143   pending
+        RUNNING          PENDING     0         yes     ready   143   pending
+        fails            COMPLETING  0         yes     ready   143   complete
         """)
 
     def test_jobs_that_end_with_an_allocation_that_somebody_canceled_have_failed_and_others_are_ready_again(self):
         late = '[ -e "$fake/asked" ] || { : > "$fake/asked"; exit; }; [ -e "$fake/more" ] && state="CANCELLED by 7" || : > "$fake/more"; '
         for row in self.ENDS:
-            with self.subTest(row):
+            with self.subTest(row), unittest.mock.patch.multiple(torc, RETRY_END_S=0.2, CHECK_END_S=0.2):
                 self.setUp()
                 self.create({'command': 'echo > begun; exec sleep 60', 'failure_handler': 'again'},
                             'trap "sleep 0.1; exit 0" TERM; echo > good; while :; do sleep 0.05; done',
@@ -15710,7 +15711,8 @@ class InAllocationTest(RunnerCase):
                 def terminate(number: int) -> None:
                     if not self.progress.messages and all(os.path.exists(self.world.path(name)) for name in ('begun', 'good')):
                         self.tell(time.time() + 500, state=row['state'], restarts=int(row['restarts']))
-                        os.kill(os.getpid(), signal.SIGTERM)
+                        if row['signal'] == 'yes':
+                            os.kill(os.getpid(), signal.SIGTERM)
                 self.client.after = terminate
                 self.run_it()
                 self.assertEqual({'j1': row['status'], 'j2': 'completed'}, self.statuses())
@@ -15892,7 +15894,7 @@ class RunnerTest(RunnerCase):
 
     def test_an_ro_crate_gets_the_hashes_of_output_files_that_are_still_as_their_jobs_left_them(self):
         names = [f'f{number}' for number in range(9)]
-        self.create({'command': f"touch {' '.join(names[:8])}; mkfifo f8", 'output_files': names}, {'command': 'echo late > f0', 'depends_on': ['j1']},
+        self.create({'command': f"touch {' '.join(names[:8])}; mkfifo f8", 'output_files': names}, {'command': 'sleep 0.1; echo late > f0', 'depends_on': ['j1']},
                     {'command': 'touch f9; exit 1', 'output_files': ['f9']}, enable_ro_crate=True,
                     files=[{'name': name, 'path': name} for name in [*names, 'f9']])
         with unittest.mock.patch.object(torc, 'MAX_CONTENTS', 2):
