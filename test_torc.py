@@ -24888,7 +24888,7 @@ class ClusterFaultTest(SlurmTest):
             self.world.wait(lambda: self.traces.count('begin') == 3, 60, 'the jobs')
             self.world.wait(lambda: sum(row['status'] == 'running' for row in self.rows('list_jobs')) == 3, 20, 'the first turn')
         watch = self.watch() if is_watched else None
-        lost, = self.live_allocations()
+        lost = min(self.live_allocations(), key=lambda allocation: int(allocation.id))      # the watch may have submitted more
         getattr(self, end)(lost)
         self.wait_slurm(lambda: lost.id not in [row.id for row in self.live_allocations()], 90, 'the end of the allocation')
         self.world.wait(lambda: is_watched or not pids_of(self.world, 'test -e go'), 30, 'the end of its jobs')
@@ -24917,10 +24917,10 @@ class ClusterFaultTest(SlurmTest):
     def test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies(self):
         """A night: allocations, runners, nodes and the server die, and one `watch` keeps the workflow going."""
         count, work_s, limit_s = size(24, 200), size(4, 15), size(280, 1800)
-        half, third = count // 2, count // 2 + count * 3 // 10
-        jobs = [self.traces.job(f'sleep {work_s}', **(
-            {} if place <= half else {'name': f'second_{place}', 'depends_on': [f'j{place - half}']} if place <= third else
-            {'depends_on_regexes': ['^second']})) for place in range(1, count + 1)]
+        stages = [{}] * (count // 2)    # type: List[Dict[str, Any]]
+        stages += [{'name': f'second_{number}', 'depends_on': [f'j{number}']} for number in range(1, count * 3 // 10 + 1)]
+        stages += [{'depends_on_regexes': ['^second']}] * (count - len(stages))
+        jobs = [self.traces.job(f'sleep {work_s}', **stage) for stage in stages]
         self.submit(jobs, 4, {'trigger_type': 'on_jobs_ready', 'jobs': [f'j{count}'], 'num_allocations': 2})
         watch, kill_at, server_at, server_back = self.watch(), self.began + self.KILL_S, self.began + self.SERVER_S, math.inf
         with self.explained():
