@@ -15122,6 +15122,15 @@ class SlurmStepTest(SlurmStepCase):
         self.begin('echo ok')
         self.assertEqual([(1, 1, 0, 'completed')], self.ended())
 
+    def test_a_canceled_workflow_cancels_its_steps(self):
+        self.allocate()
+        self.begin('echo $$ > a; exec sleep 1000')
+        pids = self.pids_in('a')
+        self.assertExit(0, self.world.cli('cancel', 1, '--no-prompts'))
+        self.ended()
+        self.assertGone(*pids)
+        self.assertEqual({'j1': 'canceled'}, self.jobs())
+
     def test_when_the_runner_is_killed_its_steps_die_within_seconds_on_all_nodes(self):
         self.allocate()
         self.begin(*(f'echo $SLURMD_NODENAME > node.{name}; setsid sleep 1000 & echo $! > {name}.left; echo $$ > {name}; exec sleep 1000'
@@ -24015,6 +24024,51 @@ class StagedWorkflowTest(ClusterCase):
         self.assertLessEqual(counts['sacct'], num_allocations * 6 * minutes, programs.calls('sacct'))
         self.assertLessEqual(counts['scontrol'], num_allocations * 3 * minutes, programs.calls('scontrol'))
         self.assertLessEqual(counts['sinfo'], num_allocations)      # what partitions have, once for those that are submitted together
+
+
+@slow
+class MovedEndTest(ClusterCase):
+    """Allocations whose ends are moved while they run. The runners look more often than others."""
+
+    def run_by_hand(self, text: str, *flags: Any) -> str:
+        """Create a workflow and submit a script for it. Its allocation."""
+        created = self.world.cli('-f', 'json', 'create', self.world.write('spec.yaml', self.spec(text)))
+        workflow_id = self.assertExit(0, created).json()['workflow_id']
+        words = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', str(workflow_id), '-p', '1')))
+        return self.sbatch('export TORC_TEST_SETUP="torc.CHECK_END_S = 1"; exec ' + words, '-n', 2, '--mem=600', *flags)
+
+    def test_one_that_lasts_longer_takes_jobs_for_which_it_was_too_short_and_one_that_is_cut_stops_its_jobs(self):
+        longer = self.run_by_hand('''
+            name: longer
+            execution_config: {sigkill_headroom_seconds: 15}
+            resource_requirements:
+              - {name: short, num_cpus: 1, memory: 80m, runtime: PT10S}
+              - {name: long, num_cpus: 1, memory: 80m, runtime: PT9M}
+            jobs:
+              - {name: keeper, resource_requirements: short, command:
+                 "{job} keeper 0 1 0; while [ ! -e go ]; do sleep 0.2; done"}
+              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long}
+            ''', '-t', 4)
+        cut = self.run_by_hand('''
+            name: cut
+            execution_config: {sigkill_headroom_seconds: 20}
+            resource_requirements: [{name: short, num_cpus: 1, memory: 80m, runtime: PT10S}]
+            jobs:
+              - {name: short, command: "{job} short 0 1 0", resource_requirements: short}
+              - {name: endless, command: "{job} endless 0 1 1000", resource_requirements: short}
+            ''', '-t', 10)
+        self.wait_slurm(lambda: self.names_at('begin') == ['endless', 'keeper', 'short'], 60, 'jobs', self.situation)
+        self.bed.ask('scontrol', 'update', f'JobId={cut}', 'TimeLimit=2')      # a runner looks each minute
+        self.assertEqual({'keeper': 'running', 'long': 'ready'}, self.statuses(1))
+        self.bed.ask('scontrol', 'update', f'JobId={longer}', 'TimeLimit=10')
+        self.wait_complete(160, 1, 2)
+        self.assertEqual([('keeper', 1, 1, 0, 'completed'), ('long', 1, 1, 0, 'completed')], self.results(1))
+        wanted = [('endless', 1, 1, 152, 'terminated'), ('short', 1, 1, 0, 'completed')]
+        self.assertEqual(wanted, self.results(2), self.situation(2))
+        self.assertRan('keeper', 'long', 'short')
+        self.wait_gone()
+        found = {row.id: row.state for row in self.allocations()}
+        self.assertEqual({longer: 'COMPLETED', cut: 'FAILED'}, found)      # `run` has ended with 0 and 1
 
 
 PACKED = '''
