@@ -24832,7 +24832,7 @@ LOSSES_OF_ALLOCATIONS = {   # way -> how it is brought about, what is said of th
 class ClusterFaultTest(SlurmTest):
     """A workflow on a cluster comes to its end whatever happens to its allocations, each job once."""
     is_alone = True
-    KILL_S, SERVER_S, NODE_S = 20.0, 60.0, 25.0     # between kills; between those of the server; until a node is back
+    NODE_S = 25.0       # until a dead node is back
 
     def setUp(self) -> None:
         super().setUp()
@@ -24973,21 +24973,24 @@ class ClusterFaultTest(SlurmTest):
 
     def test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies(self):
         """A night: allocations, runners, nodes and the server die, and one `watch` keeps the workflow going."""
-        count, work_s, limit_s = size(24, 200), size(4, 15), size(280, 1800)
+        count, work_s, limit_s, deaths = size(24, 200), size(4, 15), size(280, 1800), size(3, 10 ** 6)
+        kill_s, server_s = size(8, 20), size(12, 60)    # between kills, and between those of the server
         stages = [{}] * (count // 2)    # type: List[Dict[str, Any]]
         stages += [{'name': f'second_{number}', 'depends_on': [f'j{number}']} for number in range(1, count * 3 // 10 + 1)]
         stages += [{'depends_on_regexes': ['^second']}] * (count - len(stages))
         jobs = [self.traces.job(f'sleep {work_s}', **stage) for stage in stages]
         self.submit(jobs, 4, {'trigger_type': 'on_jobs_ready', 'jobs': [f'j{count}'], 'num_allocations': 2})
-        watch, kill_at, server_at, server_back = self.watch(), self.began + self.KILL_S, self.began + self.SERVER_S, math.inf
+        watch, kill_at, server_at, server_back = self.watch(), self.began + kill_s, self.began + server_s, math.inf
         with self.explained():
             while not watch.has_ended():
                 now = time.monotonic()
                 self.assertLess(now, self.began + limit_s, 'it is not complete')
                 self.revive_nodes(now)
+                if len(self.log) >= deaths:
+                    kill_at = server_at = math.inf
                 running = self.allocations('RUNNING') if now >= kill_at else []
                 if now >= kill_at:
-                    kill_at = now + self.KILL_S * self.chance.uniform(0.5, 1.5)     # else a last job might never end
+                    kill_at = now + kill_s * self.chance.uniform(0.5, 1.5)     # else a last job might never end
                 if running:
                     getattr(self, self.chance.choice(['cancel', 'preempt', 'kill_runner', 'kill_node']))(self.chance.choice(running))
                 if now >= server_at:
@@ -24995,13 +24998,14 @@ class ClusterFaultTest(SlurmTest):
                     self.world.server.kill()
                     self.say('kill -9 of the server', '')
                 if now >= server_back:
-                    server_at, server_back = now + self.SERVER_S, math.inf
+                    server_at, server_back = now + server_s, math.inf
                     self.world.serve('--host', '0.0.0.0', '--port', self.port)
                 select.select([], [], [], 0.3)
             if server_back < math.inf:
                 self.world.serve('--host', '0.0.0.0', '--port', self.port)
             self.assertExit(0, watch.finish())
             twice = self.traces.check(count)
+            self.assertTrue(self.log, 'nothing has died')
         if FAULTS.is_long:
             allocations, attempts = self.rows('list_scheduled_compute_nodes'), self.traces.rows()
             print(*self.log, f'{count} jobs in {time.monotonic() - self.began:.0f} s, {len(allocations)} allocations, {len(attempts)} attempts '
