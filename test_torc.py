@@ -24307,6 +24307,45 @@ class OutputTest(FlowTest):
         self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 12345; {cut} <==\n1234')
         self.assertEqual({cut, '12345; ' + cut}, {row['reason'] for row in self.ask_json('results', 'list', 1)['items']})
 
+    @slow
+    def test_three_hundred_jobs_at_once_are_capped_with_a_thousand_descriptors(self):
+        spec = self.world.write('w.yaml', """
+            name: w
+            resource_requirements: [{name: none, num_cpus: 1, memory: 1m, runtime: PT5M}]
+            jobs:
+              - {name: "j{i}", parameters: {i: "1:300"}, resource_requirements: none,
+                 command: "head -c 5000 /dev/zero; : > up{i}; until test -e go; do sleep 0.2; done"}
+            """)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+        runner = self.world.start('run', '-p', 0.2, '--num-cpus', 300, '--memory-gb', 4, '--max-output-bytes', 1000, spec)
+        self.world.wait(lambda: len(glob.glob(glob.escape(self.world.directory) + '/up*')) == 300, 90, 'the jobs', [runner])
+        self.world.write('go', '')
+        self.assertExit(0, runner.finish(90), '300 completed')
+        sizes = [os.path.getsize(path) for path in glob.glob(glob.escape(self.world.path('torc_output', 'job_stdio')) + '/*.o')]
+        self.assertEqual([1000] * 300, sizes)
+
+    @slow
+    def test_a_hundred_thousand_jobs_are_not_failed_by_a_full_disk(self):
+        small = self.world.path('small')
+        spec = self.world.write('w.yaml', """
+            name: w
+            jobs: [{name: "j{i}", parameters: {i: "1:100000"}, command: echo 1}]
+            """)
+        with small_disk(small, '400k'):
+            runner = self.world.start('run', '-p', 0.2, '--num-cpus', 2, '-o', small + '/out', spec)
+            for count in (1, 2):
+                self.world.wait(lambda: runner.err.count('is full; no more jobs are started') == count, 90, 'the loss', [runner])
+                for path in glob.glob(glob.escape(small) + '/out/job_stdio/*'):
+                    os.unlink(path)
+                self.world.wait(lambda: runner.err.count('can be written to again: jobs are started') == count, 90, 'the room', [runner])
+            runner.send(signal.SIGTERM)
+            runner.finish(60)
+        counts = self.ask_json('status', 1)['jobs_by_status']
+        self.assertLess(counts['failed'], 20)
+        self.assertGreater(counts['completed'], 100)
+
     def test_a_full_disk_fails_a_job_with_the_reason_and_the_runner_goes_on_when_there_is_room(self):
         small = self.world.path('small')
         spec = self.world.write('fill.yaml', '''
