@@ -18165,9 +18165,10 @@ def rebase_tables(value: Dict[str, Any], directory: str, new_directory: str) -> 
     for block in [value, *blocks] if os.path.realpath(directory) != os.path.realpath(new_directory) else ():
         if block.get('parameters_file'):
             block['parameters_file'] = rebase(block['parameters_file'])
-        for name, item in (block.get('parameters') or {}).items():
-            if str(item).lstrip().startswith('@'):
-                block['parameters'][name] = '@' + rebase(item.strip()[1:].strip())
+        if block.get('parameters'):     # an alias may share them with others: not in place
+            block['parameters'] = {
+                name: '@' + rebase(item.strip()[1:].strip()) if str(item).lstrip().startswith('@') else item
+                for name, item in block['parameters'].items()}
 
 
 def format_spec(value: Dict[str, Any], format: str) -> str:
