@@ -16132,7 +16132,8 @@ def keep(calls: Dict[str, Callable[..., Any]]) -> Keeper:
     pid = os.getpid()
     spared = read_children(pid)     # of a shell that has called exec(1)
     adopt_orphans(True)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # it may have been ignored
+    for number in (signal.SIGCHLD, signal.SIGURG):      # they may have been ignored
+        signal.signal(number, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, KEEPER_SIGNALS)
     try:
         runner = os.fork()
@@ -16165,6 +16166,9 @@ def be_keeper(runner: int, channel: socket.socket, calls: Dict[str, Callable[...
     call_prctl(PR_SET_NAME, KEEPER_NAME)
     status = watch_runner(runner, channel, dict(calls, at_end=lambda *words: last.append(words)))
     end_children(spared.__contains__, UNKILLABLE_S)
+    for number in KEEPER_SIGNALS:   # what is started now inherits no handler, and is to block and ignore none
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, KEEPER_SIGNALS)
     for name, *arguments in last:
         calls[name](*arguments)
     if os.WIFSIGNALED(status):      # a shell expects of who was killed that wait(2) says so
