@@ -14309,16 +14309,18 @@ class LinkTest(PartTest):
     def test_what_was_sent_is_kept_until_an_answer_and_then_said_with_all_that_is_held(self):
         link = self.link(NO_ANSWER, {})
         reported = self.attempt('reported', 1)
-        running = self.attempt('running', 2)
+        running, unstarted = self.attempt('running', 2), self.attempt('recovering', 3)
         running.process = unittest.mock.Mock(started_at=0.0)
+        reported.end = unstarted.end = self.end()._replace(at=1.0)
         link.report('started', [[1, 1, 'now'], [2, 1, 'now']])
         self.turn(link)
         self.assertEqual('silent', link.state)
-        link.report('returned', [(3, 1)])
+        link.report('returned', [(4, 1)])
         self.turn(link)
         self.world.wait(lambda: self.turn(link) or link.state == 'online', 10, 'the next try')
         ended = [reported.completion]
-        self.assertEqual([(ended, [[2, 1, 'now']], [], None), (ended, [[2, 1, '1970-01-01T00:00:00.000Z']], [[3, 1]], [[2, 1], [1, 1]])],
+        self.assertEqual([(ended, [[2, 1, 'now']], [], None), (ended, [[2, 1, '1970-01-01T00:00:00.000Z'], [3, 1, '1970-01-01T00:00:01.000Z']],
+                                                                   [[4, 1]], [[2, 1], [3, 1], [1, 1]])],
                          self.sent('completions', 'started', 'returned', 'held'))
         self.assertFalse(link.has_updates)
         self.assertEqual(['no answer from the server, trying again: nobody there', 'the server answers again after 0s'], self.progress.messages)
@@ -14522,6 +14524,7 @@ class JobPartsTest(PartTest):
         self.server.lease_ends_at = 0.0
         self.world.write('go', '')
         self.turn_until({'j1': 'recovering', 'j2': 'recovering'})
+        self.assertEqual(self.server.outbox['started'], sorted(self.server.all_starts()))   # of the jobs: an older copy must know of them
         dispatcher.revoke([[1, 1], [2, 1]])
         self.server.lease_ends_at = math.inf
         self.world.wait(lambda: self.turn_until({}) or not self.node.children, 20, 'the end of the script')

@@ -19529,7 +19529,7 @@ class Attempt:
         self.stdout = None              # type: Optional[str]  # name in job_stdio
         self.stderr = None              # type: Optional[str]
         self.deletes_stdio = False      # after success
-        self.process = None             # type: Optional[Process]  # or its recovery script
+        self.process = None             # type: Optional[Process]  # stays None if it could not be started
         self.stopped_for = ''           # '', one of SIGNAL_REASONS, 'revoked', 'memory' or 'timeout'
         self.stopped_by = None          # type: Optional[int]  # the signal that this runner got
         self.end = None                 # type: Optional[ProcessEnd]
@@ -19539,6 +19539,7 @@ class Attempt:
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
         self.cut = {}                   # type: Dict[str, int]  # stdout, say -> bytes that were cut off of it
         self.script = ''                # that is to run before it is tried again
+        self.script_process = None      # type: Optional[Process]  # ... as soon as it does
         self.limit_at = math.inf        # monotonic; its own timeout is over
         self.step = None                # type: Any  # a Step, if Slurm starts it as one (16e)
 
@@ -20272,8 +20273,8 @@ class ServerLink(Part):
     def all_starts(self) -> List[List[Any]]:
         """Of all attempts that have begun here and are not acknowledged."""
         begun = self.attempts.of('running', 'ended', 'recovering', 'reported')
-        return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun
-                if attempt.process]
+        return [[*attempt.key, format_time(attempt.process.started_at if attempt.process else attempt.end.at)]
+                for attempt in begun]
 
     def receive(self, now: float) -> Optional[Dict[str, Any]]:
         """The answer to the request that is out, once it is there. What no other would cure passes."""
@@ -20753,7 +20754,7 @@ class Completions(Part):
     def due(self) -> float:
         """When an end can be judged that was put off, or a recovery script begin."""
         is_waiting = self.link.has_lease and any(
-            attempt.process is None for attempt in self.attempts.by_state['recovering'])
+            attempt.script_process is None for attempt in self.attempts.by_state['recovering'])
         return min(self.judge_at, self.cap.due(), self.context.not_before if is_waiting else math.inf)
 
     def act(self, now: float) -> None:
@@ -20763,7 +20764,7 @@ class Completions(Part):
         for attempt in self.attempts.of('ended'):
             self.judge(attempt)
         for attempt in self.attempts.of('recovering'):
-            if attempt.process is not None:
+            if attempt.script_process is not None:
                 continue
             if self.context.leaving == 'interrupt':     # nobody would stop it
                 self.skip_recovery(attempt)
@@ -20866,7 +20867,6 @@ class Completions(Part):
             completion.update(retry=True, max_retries=max_retries)
             attempt.script = rule.get('recovery_script')
             if attempt.script:
-                attempt.process = None
                 self.attempts.change(attempt, 'recovering')
 
     def start_recovery(self, attempt: Attempt) -> None:
@@ -20879,7 +20879,7 @@ class Completions(Part):
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
         on_end = functools.partial(self.on_recovery_end, attempt, bool(context.leaving), log_name)
         try:
-            attempt.process = start_script(
+            attempt.script_process = start_script(
                 context, self.starter.launcher, attempt.script, variables, log_name, name, on_end)
         except (OSError, ValueError) as error:
             if getattr(error, 'errno', None) in EXHAUSTION:
@@ -21087,7 +21087,7 @@ class Dispatcher(Part):
             context.log.write('Job stopped: another runner has it', 'warning', **context.names(attempt))
             attempt.set_stopping('revoked')
             if attempt.state != 'running':      # a recovery script would run beside a later attempt
-                self.starter.launcher.kill(filter(None, [attempt.process]))
+                self.starter.launcher.kill(filter(None, [attempt.script_process]))
                 self.attempts.change(attempt, '')
         self.starter.kill(stopped)
         if stopped:
