@@ -20295,6 +20295,8 @@ class ServerLink(Part):
             self.is_registered, self.planned_at = False, 0.0
             self.sent_at = -math.inf    # not in vain: ask anew
             return None
+        if not self.has_lease:      # nor had it then: no work was asked for
+            self.poll_now()
         self.is_doubtful, self.lease_ends_at = False, self.promised_until
         for kind, count in self.sent.items():
             del self.outbox[kind][:count]       # what came up meanwhile stays
