@@ -16003,7 +16003,7 @@ class RunnerTest(RunnerCase):
         times = 99
         self.assertRaisesRegex(torc.Unreachable, 'Connection refused', self.run_it, 2)
         self.progress.on_message = lambda text: 'trying again' in text and os.kill(os.getpid(), signal.SIGINT)
-        self.assertRaisesRegex(torc.Unreachable, 'Connection refused', self.run_it)
+        self.assertRaises(KeyboardInterrupt, self.run_it)
         self.assertEqual(4 + 1 + 1, ops.count('create_compute_node'))
 
     # -------- sleepers, and runners that were given up --------
@@ -25109,7 +25109,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33464
+TORC_LINES = 33466
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

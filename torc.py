@@ -22673,6 +22673,8 @@ class Runner:
 
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
+        if self.shutdown.interrupted_by and not self.context.node_id:   # as before there was a runner
+            raise KeyboardInterrupt
         if self.link.state == 'offline':
             raise self.explain_drain()
         counts, answer, shutdown = self.completions.counts, self.link.answer, self.shutdown
