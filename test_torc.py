@@ -17122,6 +17122,20 @@ class WatcherTest(unittest.TestCase):
         self.step(watcher, now + 1800, '9 ready', '1 active')      # what was refused beside others may be taken without
         self.assertEqual('schedule', self.step(watcher, now + 1800, '9 ready')[0])
 
+    def test_what_slurm_refuses_beside_other_allocations_is_tried_again_soon_and_stays_stranded(self):
+        for failure, pauses in (('sbatch: no', (60, 120, 240, 480, 960, 1800, 1800)), ('', (1800, 1800))):
+            watcher, now = self.watcher('schedule', began_at=self.NOW - 7200), self.NOW
+            watcher.on_look(math.inf, [])
+            for pause_s in (0, *pauses):
+                if pause_s:
+                    self.assertEqual('wait', self.step(watcher, now + pause_s - 1, '1 ready', '1 active')[0])
+                now += pause_s
+                self.assertEqual('count', self.step(watcher, now, '1 ready', '1 active')[0])
+                watcher.unplanned = [1]
+                self.assertEqual('schedule', watcher.next_step(now).name)
+                watcher.on_no_submission(failure)
+                self.assertEqual('wait', watcher.next_step(now).name)
+
     def test_a_recovery_that_was_refused_is_not_tried_again_in_the_same_run(self):
         watcher = self.watcher('recover')
         self.assertEqual('recover', self.step(watcher, 0.0, '1 failed')[0])
@@ -25109,7 +25123,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33466
+TORC_LINES = 33476
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

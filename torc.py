@@ -23652,7 +23652,7 @@ class Watcher:
         self.clock = clock                                             # now
         self.began_at = counted.get('began_at', clock)
         self.recovered_runs = counted.get('recovered_runs', [])        # type: List[int]
-        self.scheduled_at = counted.get('scheduled_at')                # when allocations were last asked for
+        self.scheduled_at = counted.get('scheduled_at')                # when allocations were last submitted
         self.idle_submissions = counted.get('idle_submissions', 0)     # in a row, that brought nothing yet
         # When the watch began, and when it last submitted or recovered: the newest result, and how many
         # allocations had ended badly.
@@ -23664,7 +23664,9 @@ class Watcher:
         self.doubts = ()                # type: Sequence[str]  # what it left open then
         self.still_polls = 0            # in a row that saw nobody at work
         self.unplanned = None           # type: Optional[List[int]]  # jobs, in this poll; None: not asked
-        self.num_failures = 0           # of `schedule`, in a row, with nobody at work, and
+        self.asked_at = self.scheduled_at or 0  # by the clock: when allocations were last asked for
+        self.is_at_work = False         # somebody
+        self.num_failures = 0           # of `schedule`, in a row, since that has changed, and
         self.failure = ''               # ... the last one
         self.refusal = None             # type: Optional[Tuple[int, str]]  # run and reason: no recovery
 
@@ -23724,13 +23726,15 @@ class Watcher:
             return WatchStep('end', 'the workflow was canceled', 1)
         if (num_allocations or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
             return WatchStep('look')
-        if has_workers or is_active:
-            self.still_polls, self.num_failures = 0, 0      # what was refused beside others may be taken now
+        if self.is_at_work != bool(has_workers or is_active):
+            self.is_at_work, self.num_failures = not self.is_at_work, 0     # now Slurm may take more
+        if self.is_at_work:
+            self.still_polls = 0
         if has_workers and is_over(counts):
             return WatchStep('wait', 'all jobs have ended; runners and allocations are about to')
         if is_over(counts):
             return self.judge(counts)
-        if has_workers or is_active:
+        if self.is_at_work:
             return self.look_for_unplanned(counts)
         return self.judge_standstill(counts)
 
@@ -23760,8 +23764,9 @@ class Watcher:
     def look_for_unplanned(self, counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and so are runners or allocations: is any job not among what these are for?"""
         args, since_s = self.args, self.clock - (self.scheduled_at or self.began_at)
-        pause_s = max(args['auto_schedule_cooldown'], SCHEDULE_RETRY_S if self.scheduled_at else 0)
-        is_due = args['auto_schedule'] and since_s >= pause_s
+        cooldown_s = args['auto_schedule_cooldown']
+        pause_s = submission_pause(self.num_failures) or max(cooldown_s, SCHEDULE_RETRY_S)
+        is_due = args['auto_schedule'] and since_s >= cooldown_s and self.clock >= self.asked_at + pause_s
         stranded_s = args['auto_schedule_stranded_timeout']     # after which one job is enough; 0: never
         least = 1 if 0 < stranded_s <= since_s else args['auto_schedule_threshold']
         if is_due and self.has_losses and self.num_ready >= least:      # what is left may have too much to do
@@ -23781,9 +23786,8 @@ class Watcher:
         is_ours = args['recover'] and seen['had_allocations'] and (is_recovered or self.has_losses)
         if self.num_ready > 0 and (args['auto_schedule'] or is_ours) and seen['has_scheduler']:
             failures = max(self.num_failures, idle)
-            pause_s = min(SCHEDULE_RETRY_S * 2 ** (failures - 1), SCHEDULE_RETRY_MOST_S) if failures else 0
             is_given_up = failures >= SCHEDULE_FAILURES and not args['persistent']
-            if self.clock >= (self.scheduled_at or 0) + pause_s and not is_given_up:
+            if self.clock >= self.asked_at + submission_pause(failures) and not is_given_up:
                 return WatchStep('schedule', f'{self.num_ready} jobs are ready, and there is no allocation')
             failure = self.failure or f'those of {idle} submissions in a row have ended before any job ' \
                 'did: see the logs of their runners'
@@ -23808,13 +23812,14 @@ class Watcher:
     def on_submission(self) -> None:
         """Allocations were submitted."""
         self.num_failures, self.failure = 0, ''
-        self.scheduled_at, self.idle_submissions = self.clock, self.idle_submissions + 1
+        self.scheduled_at = self.asked_at = self.clock
+        self.idle_submissions += 1
         self.mark()
 
     def on_no_submission(self, failure: str) -> None:
         """None was: why not; '' if those that are there will do."""
-        self.num_failures, self.failure = self.num_failures + bool(failure), failure or self.failure
-        self.scheduled_at = self.clock
+        self.num_failures = self.num_failures + 1 if failure else 0
+        self.asked_at, self.failure = self.clock, failure or self.failure
 
     def on_recovery(self) -> None:
         """What failed is to run again; counts once a run, before it begins: nothing is repeated for ever."""
@@ -23829,6 +23834,11 @@ class Watcher:
     def mark(self) -> None:
         """From now on others are losses."""
         self.last_result, self.ended_allocations = self.seen['last_result'], self.seen['ended_allocations']
+
+
+def submission_pause(failures: int) -> float:
+    """Seconds from a submission to the next one, after so many in a row that were of no use."""
+    return min(SCHEDULE_RETRY_S * 2 ** min(failures - 1, 9), SCHEDULE_RETRY_MOST_S) if failures else 0
 
 
 def is_over(counts: Dict[str, int]) -> bool:
