@@ -6718,6 +6718,10 @@ class ReplayTest(ScenarioTest):
             answer = self.replay(left=[dict({'compute_node_id': node_id, **runner}, **left)])
             self.assertEqual(released, answer['released'], left)
         self.assertIs(False, self.call('get_compute_node', id=node_id)['is_active'])
+        self.begin('a')         # and with the last one of a Slurm job its record
+        self.act('record 17; runner n1 -> allocations=active')
+        self.replay(left=[dict(self.process('n1'), hostname='h', compute_node_id=self.node_id('n1'))])
+        self.act('look -> allocations=complete')
 
     def test_what_a_runner_that_has_left_had_carried_out_is_not_due_again_unless_it_is_anothers_by_now(self):
         for before, after in (('sync n1', (True, 'no', 1)), ('lose n1', (True, 'no', 1)), ('lose n1; ask n2', (True, None, 0)),
@@ -12238,6 +12242,13 @@ while True:
     signal.pause()' NASTY & """,
     'a stopped process': '(setsid sh -c "kill -STOP \\$\\$; sleep 1000 NASTY" &) ; ',
     'a group of its own': 'set -m; sh -c "trap \'\' TERM; while :; do sleep 0.05; done" NASTY & set +m; ',
+    # Its first thread ends, and another goes on.
+    'a headless process': PYTHON + """ -Sc '
+import ctypes, os, signal, threading, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.setsid()
+threading.Thread(target=time.sleep, args=(1000,)).start()
+ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)' NASTY & """,
     # At each moment one process lives, in a session of its own, and not for long.
     'a chain of short lives': PYTHON + """ -Sc '
 import os, signal, time
@@ -14886,6 +14897,8 @@ class StepRunTest(RunnerCase):
     BUSY = 'Unable to create step for job 5: Requested nodes are busy'
     LIMIT = 'killed by Slurm, all of it or a part, at the memory limit of its step'
     FULL = 'cd out/slurm_steps/*/ && mv wf1_j5_r1_a1.notes kept && ln -s kept wf1_j5_r1_a1.notes; '     # no more can be noted
+    # When no other srun is about to be read.
+    GONE = '[ $attempt != 1 ] || { until [ -e "$fake/pid.6" ] && [ -e "$fake/pid.8" ]; do sleep 0.05; done; mv "$0" "$fake/away"; }; '
     # What runs, what srun does then, what sacct says -> attempt, return code and status of each end, and the reason of the first.
     ENDS = (
         ('echo $A_TEXT $TORC_JOB_NAME ${CUDA_VISIBLE_DEVICES-none}; echo bad >&2; exit 3', '', 'FAILED', '1 3 failed', 'bad'),
@@ -14894,7 +14907,7 @@ class StepRunTest(RunnerCase):
         ('exit 9', '', '', '1 9 failed', None),
         (FULL + 'exit 7', '', 'FAILED', '1 7 failed', None),
         ('true', FAILS_FIRST.format(BUSY, 214), '', '1 137 terminated; 2 0 completed', 'Slurm started no step for it: ' + BUSY),
-        ('true', '[ $attempt != 1 ] || mv "$0" "$fake/away"; ' + FAILS_FIRST.format('Node failure on node3', 1), '', '1 137 terminated; 2 0 completed', 'lost its node: Node failure on node3'),
+        ('true', GONE + FAILS_FIRST.format('Node failure on node3', 1), '', '1 137 terminated; 2 0 completed', 'lost its node: Node failure on node3'),
         ('exit 4', 'run "$@"; exec sleep 1000', 'FAILED', '1 4 failed', None),      # srun hangs
     )
 
@@ -14943,6 +14956,18 @@ class StepRunTest(RunnerCase):
                            srun={3: 'echo "signal 10" >> "$notes"'}, config={'srun_termination_signal': 'USR1@3000'})
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 152, 'terminated'), (3, 1, 0, 'completed')], self.results())
         self.assertEqual('ended shortly before the time limit of its Slurm step, by SIGUSR1', self.rows[2, 1]['reason'])
+
+    def test_the_early_signal_follows_the_end_and_who_dies_of_it_long_before_has_failed(self):
+        def shorten(number: int) -> None:
+            if os.path.exists(self.world.path('begun')):
+                text = read_text(self.fakes.path('job'))
+                self.fakes.install('job', re.sub('EndTime=[0-9]+', f'EndTime={int(time.time() + 40)}', text))
+                self.client.after = lambda number: None
+        self.client.after = shorten
+        with unittest.mock.patch.multiple(torc, RETRY_END_S=0.2, CHECK_END_S=0.2):
+            self.run_steps('kill -USR1 $$', {'command': 'trap "exit 0" USR1; echo > begun; while :; do sleep 0.05; done', 'depends_on': ['j1'],
+                                             'cancel_on_blocking_job_failure': False}, config={'srun_termination_signal': 'USR1@60'})
+        self.assertEqual([(1, 1, 138, 'failed'), (2, 1, 0, 'completed')], self.results())
 
 
 class StepWatchTest(PartTest):
@@ -15620,11 +15645,19 @@ class AllocationPartsTest(PartTest):
                 self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20, len(size.devices)) for size in found])
                 self.assertEqual(len(sizes), len(context.allocation.node_names))
         context = self.allocation()
+        for own, wanted in ((None, 1001000.0), (5.0, 5.0), (2e6, 1001000.0)):       # the earlier end counts
+            context.options = torc.RunnerOptions(end_time=own)
+            self.assertEqual(wanted, context.end_time())
         context.allocation.own_index, context.in_steps = None, True
         self.assertEqual(2, len(torc.runner_nodes(context)))
         context.options, context.in_steps = torc.RunnerOptions(num_cpus=1, memory_gb=1.0, num_gpus=0), False
         self.assertEqual(([torc.NodeSize(1, 1 << 30, ())], None), (torc.runner_nodes(context), context.allocation))
         self.assertIn('which is no node of Slurm job 5: start torc.py with srun', self.progress.messages[0])
+
+    def test_a_script_of_the_users_own_that_is_requeued_has_no_record(self):
+        client = unittest.mock.Mock()
+        torc.note_requeue(self.allocation(), client, AnsweringSlurm(job='JobId=5 JobState=PENDING Restarts=1 X=1').ask)
+        self.assertEqual([], client.mock_calls)
 
     def test_work_is_left_for_an_allocation_while_jobs_are_ready_or_active(self):
         for counts, is_left in (({'completed': 3}, False), ({'blocked': 2, 'pending_failed': 1}, False),
@@ -15831,12 +15864,12 @@ class RunnerTest(RunnerCase):
                          r'\A[0-9T:.Z-]+ INFO Action failed: a\\nINFO forged\\x9b value=b\\n\tc\\u202e\n\Z')
 
     def test_a_childs_end_ends_a_wait_of_minutes_and_the_log_has_the_words_of_the_pages(self):
-        self.create('echo a >> order', {'command': 'echo b >> order', 'depends_on': ['j1']},
-                    {'command': 'echo c >> order; exit 3', 'depends_on': ['j2']})
+        self.create('sleep 1; echo a >> order', {'command': 'echo b >> order', 'depends_on': ['j1']},
+                    {'command': 'echo c >> order; exit 3', 'depends_on': ['j2']}, resource_monitor={'enabled': False})
         outcome = self.run_it(poll_interval_s=300.0)
         self.assertEqual((2, 1, True, 'complete'), (outcome.completed, outcome.failed, outcome.is_complete, outcome.reason))
         self.assertEqual(('a\nb\nc\n', [False]), (self.world.read('order'), self.nodes()))
-        self.assertLess(outcome.wall_s, 300)    # no job waits for the next poll
+        self.assertLess(outcome.wall_s, torc.MAX_WAIT_S - 5)    # nothing else would end it sooner
         for words in ('Job runner starting workflow_id=1 ', ' execution_mode=Direct limit_resources=true', 'Job started workflow_id=1 job_id=1 run_id=1 ',
                       'Job completed workflow_id=1 job_id=3 run_id=1 attempt_id=1 return_code=3 status=failed ', 'Workflow complete workflow_id=1'):
             self.assertIn(words, self.log())
@@ -15896,12 +15929,12 @@ class RunnerTest(RunnerCase):
 
     def test_a_file_is_cut_while_its_job_goes_on_printing(self):
         path = 'out/job_stdio/job_wf1_j1_r1_a1.o'
-        self.create(f'yes | head -c 300000; while test $(stat -c %s {path}) -gt 1000; do sleep 0.02; done; echo end')
+        self.create(f'yes | head -c 300000; while test $(stat -c %s {path}) -gt 1000; do sleep 0.02; done; echo end', 'head -c 1000 /dev/zero')
         with unittest.mock.patch.object(torc, 'CAP_LOOK_S', 0.05):
-            self.assertEqual(1, self.run_it(max_output_bytes=1000).completed)
+            self.assertEqual(2, self.run_it(max_output_bytes=1000).completed)
         self.assertEqual('y\n' * 500, self.stdio())
-        self.assertEqual(['stdout was cut off at 1000B of 293.0KB (--max-output-bytes)'],
-                         [row['reason'] for row in self.client.rows('list_results', workflow_id=1)])
+        self.assertEqual({1: 'stdout was cut off at 1000B of 293.0KB (--max-output-bytes)', 2: None},
+                         {row['job_id']: row.get('reason') for row in self.client.rows('list_results', workflow_id=1)})
 
     def test_the_files_of_jobs_get_the_users_umask(self):
         self.addCleanup(os.umask, os.umask(0o027))
@@ -16104,7 +16137,7 @@ class RunnerTest(RunnerCase):
 
     LOST = 'no more jobs are started until that is repaired'
     # What a job does to the output directory, what mends it, and what is said of it.
-    LOSSES = (('mv out away', 'mv away out', 'is gone'), ('mv out away; mkdir -m 777 out', 'rmdir out; mv away out', 'all users may write to'),
+    LOSSES = (('mv out away', 'mv away out', 'is gone'), ('rm -rf out', 'mkdir out', 'is gone'), ('mv out away; mkdir -m 777 out', 'rmdir out; mv away out', 'all users may write to'),
               ('mv out away; touch out', 'rm out; mv away out', 'Not a directory'))
 
     def test_without_its_output_directory_a_runner_starts_nothing_and_goes_on_when_it_is_back(self):
@@ -16124,7 +16157,7 @@ class RunnerTest(RunnerCase):
                 self.assertIn(words, said[0])
                 self.assertIn('can be written to again: jobs are started', said[1])
                 self.assertEqual([(job_id, 1, 0, 'completed') for job_id in range(1, 8)], self.results())
-                self.assertEqual(('still\n', '5\n'), (self.stdio(2), self.stdio(7)))
+                self.assertEqual(('' if cure == 'mkdir out' else 'still\n', '5\n'), (self.stdio(2), self.stdio(7)))
 
     def test_a_recovery_script_runs_although_its_log_cannot_be_written(self):
         rule = {'exit_codes': [7], 'recovery_script': 'echo lost; touch recovered; mkdir out'}
@@ -23217,6 +23250,19 @@ class OutcomeTest(FlowTest):
                      'warning: job clean has completed without writing its output_user_data: u\n'):
             self.assertIn(text, outcome.err)
 
+    def test_unwritten_user_data_of_this_run_is_told_up_to_ten(self):
+        text = '''
+            name: forgetful
+            user_data: [{name: "u{i}", parameters: {i: "1:12"}}]
+            jobs: [{name: "job{i}", command: "true", output_user_data: ["u{i}"], parameters: {i: "1:12"}}]
+            '''
+        for more, words in ((2, ()), (2, ('workflows', 'reset-status', 1, '--reinitialize'))):
+            if words:
+                self.ask_json('--no-prompts', *words)
+            err = self.assertExit(0, self.world.cli('run', 1)).err if words else self.run_text(text).err
+            self.assertEqual(10, err.count('warning: job job'))
+            self.assertIn(f'and {more} more: torc.py events list 1 --category user_data\n', err)
+
     def test_a_job_sees_who_it_is(self):
         self.run_text('''
             name: who
@@ -23997,6 +24043,7 @@ class SlurmTravelTest(SlurmTest, FlowTest):
         names = ['ask', *(f'first_{i}' for i in (1, 2)), *(f'second_{i}' for i in range(1, 7))]
         self.assertEqual(names, sorted(self.world.read('ran').split()), self.state())
         self.assertEqual({'completed'}, set(self.statuses().values()), self.state())
+        self.wait_slurm(lambda: len(self.live_allocations()) == 2, 60, 'the next one in the queue', self.state)
         self.bed.ask('scancel', '-n', name, '-t', 'PD')
         self.bed.ask('scancel', '-n', name, '--batch', '--signal=INT')
         self.wait_slurm(lambda: not self.live_allocations(), 60, 'its end', self.state)
@@ -24264,6 +24311,9 @@ class OutputTest(FlowTest):
         said = f'belonged to the database {theirs}, which no longer exists; it now belongs to {here}\n'
         self.assertEqual([1, 0], [self.run_by('b', 'out').err.count(said) for _ in range(2)])
         self.assertEqual('from b\n', self.world.read('out/job_stdio/job_wf3_j3_r1_a1.o'))
+        self.world.wait(lambda: not connection_of(here) and not os.path.exists(here + '-wal'), 20, 'the server to leave')
+        os.unlink(here)
+        self.run_by('b', 'out')         # a new one has taken its place
         self.world.write('out/.torc_database', '{')
         self.run_by('b', 'out', 4, '(damaged): remove it, or give another directory with -o DIR')
 
@@ -25123,7 +25173,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33476
+TORC_LINES = 33478
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

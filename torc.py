@@ -16881,8 +16881,10 @@ class Launcher:
         environment[RUN_TAG.encode()] = mark
         if b'\0' in b''.join(argv):
             raise ValueError('the command contains a NUL character')
+        began = time.monotonic()        # what it uses before execve(2) counts, too
         pid = spawn(argv, environment, (self.devnull, *outputs))
         process = self.running[pid] = Process(pid, mark, on_end)
+        process.started = began
         self.children[process] = None
         return process
 
