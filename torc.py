@@ -21607,7 +21607,7 @@ class SlurmStarter(Part):
         for name in set(read_lost_nodes(text)).intersection(names):
             self.context.say_once(f'node {name} has failed: no more jobs are started on it')
             self.ledger.lose(names.index(name))
-        if end.signal_number and notes.number and notes.return_code is None:
+        if end.signal_number and step.number and notes.return_code is None:
             self.end_orphan(attempt)
         step.remove_files()
         process.end = step_end(end, notes)
