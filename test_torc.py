@@ -14514,6 +14514,16 @@ class JobPartsTest(PartTest):
         """Name -> state of all attempts in hand."""
         return {attempt.name: attempt.state for attempt in self.attempts.of()}
 
+    def test_each_job_that_sigkill_does_not_end_is_named_once(self):
+        self.build()
+        self.shutdown.launcher = types.SimpleNamespace(kill_due=list, unkillable=[self.attempt(number=number) for number in (1, 2)])
+        with unittest.mock.patch.object(self.attempts, 'find', lambda process: process):
+            for now in (0.0, 1.0):
+                self.shutdown.act(now)
+        self.assertEqual(['j1', 'j2'], [text.partition(': 10 s after SIGKILL something of it lives')[0] for text in self.progress.messages])
+        self.shutdown.context.log.flush()
+        self.assertEqual(2, self.world.read('out/x.log').count(' WARNING j'))
+
     def test_what_cannot_start_in_time_goes_back(self):
         dispatcher = self.build(num_cpus=1)
         self.claim(j1=self.WAITS, j2='true')
