@@ -12382,7 +12382,7 @@ class LauncherTest(WorldTest):
     def ask(self, *argv: str, limit_s: float = 20) -> Any:
         """What another program answers while a job runs."""
         job, replies = self.start('exec sleep 1000'), []    # type: Any, List[Any]
-        self.launcher.query(argv, limit_s, replies.append)
+        self.launcher.query(argv, limit_s, replies.append, {})
         self.assertEqual([], replies, 'no reply before the loop acts')
         self.world.wait(lambda: self.launcher.act(time.monotonic()) or replies, 20, 'a reply')
         self.assertEqual((1, [job], []), (len(replies), list(self.launcher.children), self.launcher.queries))
@@ -12811,7 +12811,7 @@ class SlurmTextTest(unittest.TestCase):
     def test_a_query_is_free_of_what_the_user_and_an_outer_job_have_set(self):
         given = {'SQUEUE_FORMAT': '%i', 'SBATCH_ACCOUNT': 'a', 'SLURM_JOB_ID': '1', 'SLURM_CONF': '/c', 'HOME': '/h', 'SLURMD_NODENAME': 'n'}
         self.assertEqual({'SQUEUE_FORMAT': None, 'SBATCH_ACCOUNT': None, 'SLURM_JOB_ID': None, 'SLURMD_NODENAME': None,
-                          'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}, torc.query_variables(given))
+                          **dict.fromkeys(torc.SECRETS), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}, torc.query_variables(given))
 
 
 # ======== 14a. Partitions ========
@@ -14919,6 +14919,9 @@ class StepRunTest(RunnerCase):
         ('true', FAILS_FIRST.format(BUSY, 214), '', '1 137 terminated; 2 0 completed', 'Slurm started no step for it: ' + BUSY),
         ('true', GONE + FAILS_FIRST.format('Node failure on node3', 1), '', '1 137 terminated; 2 0 completed', 'lost its node: Node failure on node3'),
         ('exit 4', 'run "$@"; exec sleep 1000', 'FAILED', '1 4 failed', None),      # srun hangs
+        ('[ $TORC_ATTEMPT_ID != 1 ] || exec sleep 1000',    # srun is killed, and no number is known that scancel could take
+         '[ $attempt != 1 ] || { unset SLURM_STEP_ID; "$@" & until grep -q step "$notes"; do sleep 0.05; done; kill -KILL $! $$; }',
+         '', '1 137 terminated; 2 0 completed', 'its srun was killed'),
     )
 
     def test_an_end_is_what_the_job_has_left_what_srun_says_and_what_sacct_says_together(self):
@@ -14929,9 +14932,6 @@ class StepRunTest(RunnerCase):
         self.client.after = put_back
         records = [f'{number}_r1_a1|2M|3M|1M|0|00:00:05|n1|{row[2]}' for number, row in enumerate(self.ENDS, 1) if row[2]]
         with unittest.mock.patch.multiple(torc, WATCHDOGS=watchdogs, WATCH_S=0.2, STEP_KILL_S=0.5, SACCT_FIRST_S=0.05, SACCT_PAUSE_S=0.1, SACCT_BATCH_S=0.1):
-        ('[ $TORC_ATTEMPT_ID != 1 ] || exec sleep 1000',    # srun is killed, and no number is known that scancel could take
-         '[ $attempt != 1 ] || { unset SLURM_STEP_ID; "$@" & until grep -q step "$notes"; do sleep 0.05; done; kill -KILL $! $$; }',
-         '', '1 137 terminated; 2 0 completed', 'its srun was killed'),
             self.run_steps(*({'command': row[0], 'env': {'A_TEXT': 'a b'}} for row in self.ENDS), records=records,
                            srun={number: row[1] for number, row in enumerate(self.ENDS, 1)})
         for number, (_, _, _, ends, reason) in enumerate(self.ENDS, 1):
@@ -15738,6 +15738,18 @@ class InAllocationTest(RunnerCase):
         self.assertEqual((True, False), ('SLURM_JOB_ID=5\n' in said, 'secret' in said))
         for name in ('slurm_env_wf1_sl5_n0_pid77.log', 'job_runner_slurm_wf1_sl5_n0_pid77.log'):
             self.assertEqual(0o600, os.stat(self.world.path('out', name)).st_mode & 0o777)
+
+    def test_a_signal_while_slurm_is_asked_at_the_end_ends_the_question_and_not_the_runner(self):
+        default = []        # type: List[int]  # signals that had the effect of before
+        self.addCleanup(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda number, _: default.append(number)))
+        self.create('true', execution_config={'mode': 'direct'})
+        self.allocate(5, 71)
+        self.fakes.write('squeue', f'env > "$fake/env"; kill -TERM {os.getpid()}; until test -e "$fake/over"; do sleep 0.05; done')
+        self.addCleanup(self.fakes.install, 'over', '')
+        outcome = self.run_it(env={'TORC_PASSWORD': 'secret'})
+        self.assertEqual((1, 'complete', None, []), (outcome.completed, outcome.reason, outcome.interrupted_by, default))
+        self.assertIn('Not done at the end: SIGTERM', self.world.read('out/job_runner_slurm_wf1_sl5_n0_pid77.log'))
+        self.assertNotIn('TORC_PASSWORD', read_text(self.fakes.path('env')))
 
     @slow
     def test_an_end_that_moves_while_it_runs_is_followed(self):
@@ -25186,7 +25198,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33478
+TORC_LINES = 33484
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

@@ -16893,10 +16893,9 @@ class Launcher:
         return self.start([*map(encode_text, (self.shell, '-c', command))], *arguments)
 
     def query(self, argv: Sequence[str], limit_s: float, on_reply: Callable[[Reply], Any],
-              variables: Optional[Dict[str, Optional[str]]] = None) -> None:
+              variables: Dict[str, Optional[str]]) -> None:
         """Ask another program without waiting for it: `on_reply` gets its Reply from a later `act`, once."""
-        given = {**dict.fromkeys(SECRETS), **(variables or {})}
-        self.queries.append((self.begin(functools.partial(ask_program, argv, limit_s, given)), on_reply))
+        self.queries.append((self.begin(functools.partial(ask_program, argv, limit_s, variables)), on_reply))
 
     def begin(self, work: Callable[[], Any]) -> Errand:
         """Begin an errand; its end ends the wait of the loop."""
@@ -17043,8 +17042,8 @@ class Launcher:
 #
 # Owns how Slurm's programs are called, and reads what they print. Invariants:
 #
-# * Every call has a time limit, and an environment without the user's own settings for these programs. A
-#   runner never waits for one: it asks through Launcher.query.
+# * Every call has a time limit, and an environment without the user's own settings for these programs. While
+#   a runner has jobs it waits for none: it asks through Launcher.query.
 # * squeue is asked for all allocations at once, sstat and sacct for all steps of one: never once a job.
 # * Each program can be replaced: TORC_FAKE_SRUN names the one to call instead of srun, and so on.
 
@@ -17078,7 +17077,7 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     SLURM_TIME_FORMAT counts for all programs (slurm_make_time_str, since before 20.11).
     """
     removed = [name for name in environment if SLURM_SETTINGS.match(name) and name not in KEPT_SETTINGS]
-    return {**dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
+    return {**dict.fromkeys(SECRETS), **dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
 
 
 def end_with_parent() -> Callable[[], Any]:
@@ -17088,7 +17087,7 @@ def end_with_parent() -> Callable[[], Any]:
 
 def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
               variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
-    """Call a program of Slurm and wait for its reply: for commands, never in a runner.
+    """Call a program of Slurm and wait for its reply: for commands, and a runner that has not begun.
 
     It ends with this process (Linux): an sbatch that lived on might submit what somebody else submits again.
     """
@@ -21355,7 +21354,7 @@ def end_steps(directory: str, job_id: str) -> None:
     notes = [parse_step_notes(read_proc_text(path).decode('utf-8', 'replace')) for path in paths]
     numbers = [one.number for one in notes if one.number.isdigit() and one.return_code is None]
     if numbers:
-        ask_slurm(cancel_argv(job_id, numbers))
+        ask_program(cancel_argv(job_id, numbers), SLURM_QUERY_S, query_variables())
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -22282,8 +22281,8 @@ class Shutdown(Part):
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
         for process in self.launcher.unkillable:    # it keeps its slot
-            name = attempt.name if attempt else 'a script'
             attempt = self.dispatcher.attempts.find(process)
+            name = attempt.name if attempt else 'a script'
             self.context.say_once(
                 f'{UNKILLABLE_S:g} s after SIGKILL something of it lives (uninterruptible sleep); '
                 'no more jobs are started until that has ended', f'{name}: ', 'warning')
@@ -22736,11 +22735,18 @@ def prepare_allocation(client: Any, context: NodeContext) -> None:
 
 
 def finish_allocation(runner: Runner, client: Any) -> None:
-    """What is to be done when a runner in a Slurm job has left the workflow, as far as there is time."""
+    """What is to be done when a runner in a Slurm job has left the workflow, until a signal comes or its time
+    is over."""
     context, left_s = runner.context, runner.context.end - time.monotonic()
     is_stopped = runner.shutdown.interrupted_by is not None
     limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
-    ask = functools.partial(ask_slurm, limit_s=limit_s)
+
+    def ask(argv: List[str]) -> Reply:
+        errand = runner.launcher.begin(functools.partial(ask_program, argv, limit_s, query_variables()))
+        while not errand.look():
+            for number in set(runner.wakeup.wait(limit_s)) - {signal.SIGCHLD}:
+                raise Refused(f'{signal.Signals(number).name}: there is no time for it')
+        return errand.result or Reply(REPLY_NOT_STARTED, '', errand.error)
     try:
         if is_stopped and not runner.link.answer['is_canceled']:
             note_requeue(context, client, ask)
@@ -22748,8 +22754,6 @@ def finish_allocation(runner: Runner, client: Any) -> None:
             cancel_surplus(context, client, ask)
     except TorcError as error:
         context.log.write(f'Not done at the end: {error.message}', 'warning')
-    except KeyboardInterrupt:       # a further signal: there is no time for it
-        pass
 
 
 def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any,
@@ -22769,12 +22773,12 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
             prepare_allocation(client, context)
         if notice:
             context.say(notice, 'warning')
-        with contextlib.closing(Wakeup(keeper)) as wakeup, \
-                contextlib.closing(Launcher(wakeup.wake, keeper)) as launcher:
-            runner = Runner(context, client, launcher, wakeup)
-            runner.run()
-        if context.allocation is not None and runner.link.state != 'offline':
-            finish_allocation(runner, client)
+        with contextlib.closing(Wakeup(keeper)) as wakeup:
+            with contextlib.closing(Launcher(wakeup.wake, keeper)) as launcher:
+                runner = Runner(context, client, launcher, wakeup)
+                runner.run()
+            if context.allocation is not None and runner.link.state != 'offline':
+                finish_allocation(runner, client)
         outcome = runner.outcome()
     if context.leaving not in SIGNAL_REASONS and runner.completions.outputs:
         progress.on_message('Reading output files for the RO-Crate')
