@@ -12120,20 +12120,27 @@ class SamplerTest(ProcTest):
         self.assertEqual((True, 0), (tree.needs_check(1.0), tree.usage.peak_memory_bytes), 'it is in doubt')
         sizes = torc.check_tree(self.root, [*tree.members, 99], tree.limit_bytes)
         self.assertEqual((90 * MB, 180 * MB), sizes)
-        self.assertFalse(tree.take_check(1.1, 0.01, sizes))
+        self.assertFalse(tree.take_check(1.1, 0.2, sizes))
         self.sampler.look(1.2)
         self.assertEqual((90 * MB, 90 * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes))
-        self.assertEqual([False, True], [tree.needs_check(1.1 + rests * 0.01) for rests in (19, 21)], 'pages may be shared no longer')
+        self.assertEqual([False, True], [tree.needs_check(now) for now in (1.29, 1.31)], 'pages may be shared no longer')
         for pid in (11, 12):        # while it was checked, say
             self.process(pid, size_mb=96)
         self.sampler.look(1.3)
-        self.assertFalse(tree.take_check(1.4, 0.01, sizes))
+        self.assertFalse(tree.take_check(1.4, 0.2, sizes))
         self.sampler.look(1.5)
         self.assertEqual((102 * MB, 90 * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes), 'in doubt again')
-        self.assertEqual([False, True], [tree.take_check(1.6, 0.01, found) for found in (None, (101 * MB, 0))])
+        self.assertEqual([False, True], [tree.take_check(1.6, 0.2, found) for found in (None, (101 * MB, 0))])
         self.assertEqual(101 * MB, tree.usage.peak_memory_bytes)
         self.write('13/statm', '500 300 100 1 0 200 0\n')      # its shares may not be read
         self.assertEqual((200 * torc.PAGE_BYTES, 100 * torc.PAGE_BYTES), torc.read_memory_sizes(self.root, 13))
+
+    def test_checks_of_several_jobs_share_what_one_may_take_of_a_cpu(self):
+        for number, (pid, size_mb) in enumerate(((10, 101), (20, 99), (30, 101), (40, 101))):
+            self.tree(pid, limit_mb=100)
+            self.process(pid, session=pid, size_mb=size_mb)
+            self.sampler.look(1.0)
+            self.assertEqual(torc.CHECK_REST * 0.5 * (1, 1, 2, 3)[number], self.sampler.rest_s(0.5))
 
 
 class UsageTest(ProcTest):
@@ -25198,7 +25205,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33484
+TORC_LINES = 33489
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

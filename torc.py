@@ -16243,7 +16243,7 @@ def answer_runner(channel: socket.socket, calls: Dict[str, Callable[..., Any]]) 
 LEAST_LOOK_S = 0.1          # between two looks at a job with a limit
 LOOK_SHARE = 0.02           # of one CPU, at most, for these looks
 FASTEST_GROWTH = 2 << 30    # bytes a second: no job is expected to grow faster
-CHECK_REST = 20             # so many times as long as a check of proportional sizes took, until the next
+CHECK_REST = 20             # so many times as long as the checks of proportional sizes take, until the next
 CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
 OOM_MEMORY_S = 10.0         # so long, at least, what the kernel has killed explains the end of a job
 CLOCK_TICKS = os.sysconf('SC_CLK_TCK')
@@ -16367,9 +16367,9 @@ class JobTree:
         """
         return 0 < self.limit_bytes < self.resident_bytes and now >= self.check_at
 
-    def take_check(self, now: float, check_s: float, sizes: Optional[Tuple[int, int]]) -> bool:
+    def take_check(self, now: float, rest_s: float, sizes: Optional[Tuple[int, int]]) -> bool:
         """Take in what check_tree has found, if it has: whether the job is above its limit."""
-        self.check_at = now + CHECK_REST * check_s
+        self.check_at = now + rest_s
         if sizes is None:
             return False
         self.memory_bytes, self.shared_bytes = sizes
@@ -16412,6 +16412,10 @@ class TreeSampler:
         look_at = max(self.rest_until, min((tree.look_at for tree in self.trees.values()), default=math.inf))
         self.next_at = min(self.regular_at, look_at) if self.trees else math.inf
         return list(due) if is_regular else []
+
+    def rest_s(self, check_s: float) -> float:
+        """How long a job is not checked again: all that are checked share what that may take of a CPU."""
+        return CHECK_REST * check_s * max(1, sum(tree.needs_check(math.inf) for tree in self.trees.values()))
 
     def find_members(self) -> None:
         """Find the processes that are new, and whose they are."""
@@ -21277,7 +21281,8 @@ class Monitor(Part):
         if check.error:
             self.context.say_once(f'memory limits: no look at what jobs share was possible: {check.error}')
         tree = self.sampler.trees.get(attempt)      # it may have ended
-        if tree is not None and tree.take_check(now, now - check.began, check.result):
+        if tree is not None and tree.take_check(
+                now, self.sampler.rest_s(now - check.began), check.result):
             self.end_job(attempt, tree)
 
     def end_job(self, attempt: Attempt, tree: JobTree) -> None:
