@@ -16317,7 +16317,8 @@ class JobTree:
     num_processes = 0
     resident_bytes = 0          # pages counted as often as they are mapped
     shared_bytes = 0            # so much of it was not its own at the last check
-    memory_bytes = 0            # without these
+    checked_bytes = 0           # ... and so much was; 0: there was none
+    memory_bytes = 0            # without what is not its own
     check_at = -math.inf        # monotonic; not before is it checked again
 
     def __init__(self, pid: int, mark: bytes, began: float, limit_bytes: int = 0) -> None:
@@ -16347,7 +16348,9 @@ class JobTree:
         self.members, self.num_processes, self.resident_bytes = members, len(sizes), sum(sizes)
         self.cpu_ticks += max(0, ticks - self.ticks)
         self.ticks = ticks
-        self.memory_bytes = max(0, *sizes, self.resident_bytes - self.shared_bytes)
+        # Of those that have ended since the check, some is still taken for shared.
+        least_bytes = min(self.checked_bytes, max(sizes, default=0))
+        self.memory_bytes = max(least_bytes, self.resident_bytes - self.shared_bytes)
         # Above its limit is in doubt until a check; without a living process nothing was seen.
         known_bytes = self.memory_bytes if self.num_processes and not self.is_above_limit else None
         if is_sample:
@@ -16372,7 +16375,7 @@ class JobTree:
         self.check_at = now + rest_s
         if sizes is None:
             return False
-        self.memory_bytes, self.shared_bytes = sizes
+        self.memory_bytes, self.shared_bytes = self.checked_bytes, _ = sizes
         self.usage.add_peak(self.memory_bytes)
         return self.is_above_limit
 
@@ -21228,7 +21231,10 @@ class Monitor(Part):
 
     def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
         """A job has ended: fields of its result."""
-        tree, known = self.sampler.trees.pop(attempt, None), (end.wall_s, end.cpu_s, end.peak_memory_bytes)
+        tree = self.sampler.trees.pop(attempt, None)
+        # The peak that wait4(2) knows has pages of files that a check has left out.
+        is_checked = tree is not None and tree.checked_bytes
+        known = end.wall_s, end.cpu_s, 0 if is_checked else end.peak_memory_bytes
         usage = Usage(most_percent=ALL_CPUS_PERCENT).fields(*known) if tree is None else \
             tree.usage.fields(*known, tree.began + end.wall_s)
         self.note_peak(attempt, usage)
