@@ -19960,13 +19960,13 @@ class NodeContext:
         self.log.write(message, level)
         self.progress.on_message(printable(message))
 
-    def say_once(self, message: str, introduction: str = '', level: str = 'info') -> None:
-        """Say it unless all its parts were said before, perhaps with other numbers: the time left shrinks.
-        Those of the introduction, which may name a job, count."""
-        forms = {introduction + form for form in re.sub('[0-9]+', '0', message).split('; ')}
+    def say_once(self, message: str, introduction: str = '', level: str = 'info', name: str = '') -> None:
+        """Say it unless all its parts were said before of that name, if there is one, perhaps with other
+        numbers: the time left shrinks."""
+        forms = {name + form for form in re.sub('[0-9]+', '0', message).split('; ')}
         if not forms <= self.said:
             self.said |= forms
-            self.say(introduction + message, level)
+            self.say(introduction + name + message, level)
 
     def pause(self, reason: str = '') -> None:
         """Nothing can be started now, by no job's fault: later, and later each time."""
@@ -21616,7 +21616,7 @@ class SlurmStarter(Part):
         step.text = explain_step_failure(text)
         names = self.allocation.node_names      # several of them may go on without one (--no-kill)
         for name in set(read_lost_nodes(text)).intersection(names):
-            self.context.say_once('has failed: no more jobs are started on it', f'node {name} ')
+            self.context.say_once('has failed: no more jobs are started on it', name=f'node {name} ')
             self.ledger.lose(names.index(name))
         if end.signal_number and step.number and notes.return_code is None:
             self.end_orphan(attempt)
@@ -22293,10 +22293,10 @@ class Shutdown(Part):
         self.log_killed(self.launcher.kill_due())
         for process in self.launcher.unkillable:    # it keeps its slot
             attempt = self.dispatcher.attempts.find(process)
-            name = attempt.name if attempt else 'a script'
+            name = f"{attempt.name if attempt else 'a script'}: "
             self.context.say_once(
                 f'{UNKILLABLE_S:g} s after SIGKILL something of it lives (uninterruptible sleep); '
-                'no more jobs are started until that has ended', f'{name}: ', 'warning')
+                'no more jobs are started until that has ended', level='warning', name=name)
 
     def follow_allocation(self) -> None:
         """Take in what was found out of the Slurm job around us: another end, or that it is over."""
