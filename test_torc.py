@@ -17264,7 +17264,8 @@ class RemoteCase(SshTestCase):
     def end_tunnels(self) -> None:
         """They end by themselves, with their workers."""
         self.end_all()
-        self.world.wait(lambda: 'torc-tunnels' not in processes_with(self.world.mark).values(), 50, 'the end of the tunnels')
+        self.world.wait(lambda: b'torc-tunnels\n' not in [torc.read_proc_text(f'/proc/{pid}/comm') for pid in processes_with(self.world.mark)],
+                        50, 'the end of the tunnels')
 
     def begin(self, hosts: str, count: int = 2, command: str = GATED, code: int = 0, **more: Any) -> Outcome:
         """Have jobs run, two at a time on each host; as GATED they wait for open_gate()."""
