@@ -95,6 +95,7 @@ Sections (grep '^# ==' torc.py):
     20i. Remote commands
     20j. Service
     20k. Arguments
+    20l. Manual
     21. Command table
     21a. Main
 
@@ -32354,6 +32355,95 @@ GLOBAL_ARGUMENTS = (
 )
 
 
+# ======== 20l. Manual: what `help TOPIC` says ========
+#
+# Each text is read in a minute. Where it says torc.py, readers see the name by which they call the program.
+# Lines that begin with $ are examples, which the tests carry out.
+
+MANUAL = {      # topic -> what it is about, and its text
+    'slurm': ('how a workflow runs on a Slurm cluster', """\
+A workflow runs in allocations: Slurm jobs, each of which starts a runner that takes what fits its nodes and
+the time that is left.
+
+    torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
+    torc.py submit READY                                create, initialize, sbatch; returns at once
+    torc.py submit --account A FILE                     all in one; --max-allocations 10: fewer, longer ones
+    torc.py status WF                                   how far it is, and its allocations
+    torc.py explain WF                                  why nothing runs: jobs, queue, actions
+    torc.py cancel WF                                   also cancels the Slurm jobs
+    torc.py slurm schedule-nodes WF -n 2                two more allocations
+    torc.py slurm regenerate WF --account A --submit    new allocations for the jobs that are left
+
+The server
+    Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
+    share. A lasting one must be reachable from the nodes: torc.py serve --host 0.0.0.0 --port 0 --daemon
+Your own script
+    The last line of a script for sbatch may be: exec python3 /path/torc.py run WF
+    Ask for what the jobs need, and 256 MB for the runner.
+Steps or processes
+    In an allocation each job is a Slurm step (`execution_config: {mode: auto}`, or `slurm`). With `direct` it
+    is a process, as anywhere else; `start_one_worker_per_node` in the action then starts a runner on each
+    node.
+The end of the time
+    Nothing is started that would not end in time. What still runs is stopped `sigkill_headroom_seconds`
+    before the end, with return code 152, unless it saves its work and exits 0 before. With
+    `srun_termination_signal: TERM@120` a signal comes 120 s before that, and runtimes must fit with these.
+Preemption, lost nodes
+    Slurm starts the allocation again. Jobs that were interrupted are ready again, which costs no retry.
+    Those of an allocation that somebody has canceled have failed (-128): `recover` runs them again.
+Jobs that are longer than an allocation (checkpoint and continue)
+    A job saves its state on SIGTERM, exits 75, and goes on when started again. `runtime` is that of a part.
+        failure_handlers: [{name: go_on, rules: [{exit_codes: [75], max_retries: 20}]}]
+        execution_config: {srun_termination_signal: TERM@120}
+        jobs: [{name: sim, command: exec ./sim.sh, resource_requirements: part, failure_handler: go_on}]
+    In sim.sh: trap 'save; exit 75' TERM; ./program & wait
+    After `submit`, `torc.py watch WF --auto-schedule` submits an allocation for each next part.
+What went wrong
+    explain, then `slurm parse-logs torc_output -w WF`: slurm_output_wf*_sl*.e, job_runner_slurm_*.log.
+Accounting
+    `slurm stats` (gathered), `slurm usage` (sum), `slurm sacct` (asks Slurm now)
+Faster commands
+    `torc.py install` compiles this file as the command `torc`: each command starts five times faster.
+"""),
+    'resume': ('how a workflow follows its edited file', """\
+`run FILE` makes a new workflow each time. `run --resume FILE` lets the one that FILE made last follow the
+edited file, and runs what is to run:
+
+    torc.py run --resume --dry-run FILE     only show what differs, and what would run
+    torc.py run --resume FILE               change the workflow, and run it
+    torc.py create --resume FILE            change it, for runners to be started later
+
+Which one
+    The newest workflow in the database with the same name, owner and file (`spec_path` in `workflows get`),
+    unless it is archived. If there is none, a new one is made.
+What runs
+    Jobs that are new, failed, were canceled or have not run yet. Completed jobs whose command (with the
+    parameters in it), invocation script, environment, prerequisites, files or input user data are not those
+    that they ran with, whose input files have changed on disk, or whose output files are gone. And all that
+    depends on these. Actions that are new or changed, if their trigger has occurred.
+What does not
+    All other completed jobs keep their ids, results and output. Resource requirements, priority, scheduler,
+    labels, failure handler, stdio and the like do not change what a job has done: they count when it runs
+    again.
+What is removed
+    Jobs that the file has no longer, with their results; files, user data and so on that nothing needs any
+    more. What commands such as `jobs create` have added stays; what they have changed becomes what the file
+    says. A job or file with another name is another one. What jobs have written into user data stays.
+    On disk nothing, and it says which output files of removed jobs stay. --delete-outputs deletes those that
+    are plain files below the workflow's directory, as their jobs left them, and not named by the file.
+Commands without a file
+    `exec -n NAME --resume -C LIST` does the same for the newest workflow of that name that was made in this
+    directory: commands that were in the list before keep their jobs, whatever their place in it is now.
+All of it is one transaction, and a new run if anything is to run. It is refused while runners are at work.
+"""),
+}
+
+
+def format_topic(topic: str) -> str:
+    """A text of the manual."""
+    return MANUAL[topic][1].replace('torc.py', program_name())
+
+
 # ======== 21. Command table: every command with what it takes, and the manual ========
 #
 # COMMANDS is the one place that knows which commands there are: the parser, the manual, README's
@@ -32374,6 +32464,8 @@ def cmd_help(session: Session, args: Arguments) -> int:
         session.show(format_overview())
     elif words in TOPICS:
         session.show(TOPICS[words][0]())
+        if words in GROUPS:
+            session.show('\n' + format_command_help(words))
     else:
         session.show(format_command_help(words))
     return 0
@@ -33062,39 +33154,6 @@ def format_overview() -> str:
             f'Manual:\n{format_rows(topics)}')
 
 
-RESUME_HELP = """\
-`run FILE` makes a new workflow each time. `run --resume FILE` lets the one that FILE made last follow the
-edited file, and runs what is to run:
-
-    torc.py run --resume --dry-run FILE     only show what differs, and what would run
-    torc.py run --resume FILE               change the workflow, and run it
-    torc.py create --resume FILE            change it, for runners to be started later
-
-Which one
-    The newest workflow in the database with the same name, owner and file (`spec_path` in `workflows get`),
-    unless it is archived. If there is none, a new one is made.
-What runs
-    Jobs that are new, failed, were canceled or have not run yet. Completed jobs whose command (with the
-    parameters in it), invocation script, environment, prerequisites, files or input user data are not those
-    that they ran with, whose input files have changed on disk, or whose output files are gone. And all that
-    depends on these. Actions that are new or changed, if their trigger has occurred.
-What does not
-    All other completed jobs keep their ids, results and output. Resource requirements, priority, scheduler,
-    labels, failure handler, stdio and the like do not change what a job has done: they count when it runs
-    again.
-What is removed
-    Jobs that the file has no longer, with their results; files, user data and so on that nothing needs any
-    more. What commands such as `jobs create` have added stays; what they have changed becomes what the file
-    says. A job or file with another name is another one. What jobs have written into user data stays.
-    On disk nothing, and it says which output files of removed jobs stay. --delete-outputs deletes those that
-    are plain files below the workflow's directory, as their jobs left them, and not named by the file.
-Commands without a file
-    `exec -n NAME --resume -C LIST` does the same for the newest workflow of that name that was made in this
-    directory: commands that were in the list before keep their jobs, whatever their place in it is now.
-All of it is one transaction, and a new run if anything is to run. It is refused while runners are at work.
-"""
-
-
 def format_all_commands() -> str:
     """Topic `commands`: every command, then the options of all."""
     rows = format_rows(((format_usage(command), command.help) for command in COMMANDS), limit=48)
@@ -33112,58 +33171,12 @@ def format_environment() -> str:
 
 COMMANDS_BY_NAME = {command.name: command for command in COMMANDS}
 GROUPS = tuple(dict.fromkeys(command.name.split()[0] for command in COMMANDS if ' ' in command.name))
-SLURM_HELP = """\
-A workflow runs in allocations: Slurm jobs, each of which starts a runner that takes what fits its nodes and
-the time that is left.
-
-    torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
-    torc.py submit READY                                create, initialize, sbatch; returns at once
-    torc.py submit --account A FILE                     all in one; --max-allocations 10: fewer, longer ones
-    torc.py status WF                                   how far it is, and its allocations
-    torc.py explain WF                                  why nothing runs: jobs, queue, actions
-    torc.py cancel WF                                   also cancels the Slurm jobs
-    torc.py slurm schedule-nodes WF -n 2                two more allocations
-    torc.py slurm regenerate WF --account A --submit    new allocations for the jobs that are left
-
-The server
-    Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
-    share. A lasting one must be reachable from the nodes: torc.py serve --host 0.0.0.0 --port 0 --daemon
-Your own script
-    The last line of a script for sbatch may be: exec python3 /path/torc.py run WF
-    Ask for what the jobs need, and 256 MB for the runner.
-Steps or processes
-    In an allocation each job is a Slurm step (`execution_config: {mode: auto}`, or `slurm`). With `direct` it
-    is a process, as anywhere else; `start_one_worker_per_node` in the action then starts a runner on each
-    node.
-The end of the time
-    Nothing is started that would not end in time. What still runs is stopped `sigkill_headroom_seconds`
-    before the end, with return code 152, unless it saves its work and exits 0 before. With
-    `srun_termination_signal: TERM@120` a signal comes 120 s before that, and runtimes must fit with these.
-Preemption, lost nodes
-    Slurm starts the allocation again. Jobs that were interrupted are ready again, which costs no retry.
-    Those of an allocation that somebody has canceled have failed (-128): `recover` runs them again.
-Jobs that are longer than an allocation (checkpoint and continue)
-    A job saves its state on SIGTERM, exits 75, and goes on when started again. `runtime` is that of a part.
-        failure_handlers: [{name: go_on, rules: [{exit_codes: [75], max_retries: 20}]}]
-        execution_config: {srun_termination_signal: TERM@120}
-        jobs: [{name: sim, command: exec ./sim.sh, resource_requirements: part, failure_handler: go_on}]
-    In sim.sh: trap 'save; exit 75' TERM; ./program & wait
-    After `submit`, `torc.py watch WF --auto-schedule` submits an allocation for each next part.
-What went wrong
-    explain, then `slurm parse-logs torc_output -w WF`: slurm_output_wf*_sl*.e, job_runner_slurm_*.log.
-Accounting
-    `slurm stats` (gathered), `slurm usage` (sum), `slurm sacct` (asks Slurm now)
-Faster commands
-    `torc.py install` compiles this file as the command `torc`: each command starts five times faster.
-"""
 
 
 TOPICS = {      # of the manual: what makes the text, what it is about
     'spec': (format_field_help, 'every field of a workflow file'),
     'parameters': (format_parameter_help, 'how one job becomes many'),
-    'slurm': (lambda: f"{SLURM_HELP}\n{format_command_help('slurm')}",
-              'how a workflow runs on a Slurm cluster'),
-    'resume': (lambda: RESUME_HELP, 'how a workflow follows its edited file'),
+    **{topic: (functools.partial(format_topic, topic), about) for topic, (about, _) in MANUAL.items()},
     'commands': (format_all_commands, 'every command, and options of all'),
     'environment': (format_environment, 'environment variables and exit codes'),
 }
