@@ -838,6 +838,7 @@ SLURM_BEDS = [path for path in os.environ.get('TORC_TEST_SLURM', '').split(':') 
 SHARED_NODES, WHOLE_NODES = False, True     # what a site's main partition hands out
 ENDED_STATES = {'COMPLETED', 'CANCELLED', 'FAILED', 'TIMEOUT', 'NODE_FAIL', 'PREEMPTED', 'OUT_OF_MEMORY',
                 'BOOT_FAIL', 'DEADLINE'}
+COMPLETING_S = 150.0    # until all that was canceled has ended: Slurm asks a node again after a minute, if it died meanwhile
 
 
 class TestBed:
@@ -1003,7 +1004,7 @@ class SlurmTest(WorldTest):
         live = self.live_allocations()
         if live:
             self.bed.ask('scancel', *(row.id for row in live))
-        self.wait_slurm(lambda: not self.live_allocations(), 40, 'the end of its allocations')
+        self.wait_slurm(lambda: not self.live_allocations(), COMPLETING_S, 'the end of its allocations')
 
     def wait_slurm(self, condition: Callable[[], Any], deadline_s: float, what: str,
                    state: Optional[Callable[[], Any]] = None, alive: Sequence[Background] = ()) -> Any:
@@ -25153,7 +25154,7 @@ class ClusterFaultTest(SlurmTest):
         watch = self.watch() if is_watched else None
         lost = min(self.live_allocations(), key=lambda allocation: int(allocation.id))      # the watch may have submitted more
         getattr(self, end)(lost)
-        self.wait_slurm(lambda: lost.id not in [row.id for row in self.live_allocations()], 90, 'the end of the allocation')
+        self.wait_slurm(lambda: lost.id not in [row.id for row in self.live_allocations()], COMPLETING_S, 'the end of the allocation')
         self.world.wait(lambda: is_watched or not pids_of(self.world, 'test -e go'), 30, 'the end of its jobs')
         self.revive_nodes(math.inf)
         self.world.write('go', '')
@@ -25163,7 +25164,7 @@ class ClusterFaultTest(SlurmTest):
             self.call_cure(cure)
         self.assertEqual(set(), self.traces.check(len(jobs)))
         self.assertRegex(min(self.rows('list_scheduled_compute_nodes'), key=operator.itemgetter('id'))['reason'], '^' + reason)
-        self.wait_slurm(lambda: not self.live_allocations(), 60, 'the end of all allocations')
+        self.wait_slurm(lambda: not self.live_allocations(), COMPLETING_S, 'the end of all allocations')
 
     def call_cure(self, cure: str) -> None:
         """As a user would, again and again until it has found what was lost."""
