@@ -15824,41 +15824,26 @@ def reset_failed(client: Client, workflow: Dict[str, Any], is_forced: bool, repo
 
 # ======== 11c. Installation: a compiled copy of this file, and what starts it ========
 #
-# Python compiles a script at every start, and a module once. So what starts torc.py again and
-# again, people or scripts, should start an installation: a copy of this file as a module,
-# compiled, and a launcher. `install` makes one below a prefix; any directory of the user's will
-# do. What this process starts by itself (servers, runners) is forked and compiles nothing.
+# Python compiles a script at every start, and a module once. So `install`, and who submits
+# allocations, make a copy of this file as a module below a prefix, and a launcher that imports
+# it. What this process starts by itself (servers, runners) is forked and compiles nothing.
 
-# The launcher is a program of two languages, as pip's for long paths are: sh ends at its exec,
-# and to Python all of that is a string. Thus neither blanks nor the length of the interpreter's
-# path matter (execve(2): "Interpreter scripts"), and a lost interpreter gets a message of ours.
-# ps shows `python3 .../bin/torc`. Python itself sees that the compiled module is of this source
-# and this version. Another module of the name, such as Torc's own client, must not take the place
-# of a lost file.
+# sh ends at its exec, and to Python that line is a string: thus neither blanks nor the length of
+# the interpreter's path matter (execve(2): "Interpreter scripts"), and ps shows `python3 .../bin/torc`.
 LAUNCHER = """#!/bin/sh
 ''':' # made by `torc.py install`
-python={python}
-[ -x "$python" ] && exec "$python" "$0" "$@"
-echo "torc: the Python that it was installed with, $python, is gone; to install it with another one:" >&2
-home=$(dirname "$0")/..
-echo "  python3 \\"$home/lib/torc/torc.py\\" install --prefix \\"$home\\"" >&2
-exit {not_found}
+exec {python} "$0" "$@"
 '''
 import gc
-import os
 import sys
 
-home = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), 'lib', 'torc')
-if not os.path.isfile(os.path.join(home, 'torc.py')):
-    sys.exit('torc: ' + home + '/torc.py is gone: install it again, or remove ' + os.path.realpath(__file__))
-sys.path[0] = home
+sys.path[0] = {library!a}
 gc.set_threshold(100000)
 import torc
 
 sys.exit(torc.main())
 """
 LAUNCHER_MARK = LAUNCHER.splitlines()[1].encode()
-MODULE_MARK = b'"""torc.py: a workflow manager in one file.'     # __doc__ is None under -OO
 
 
 class Installation(Row):
@@ -15873,47 +15858,19 @@ def installation_of(prefix: str) -> Installation:
     return Installation(os.path.join(prefix, 'bin', 'torc'), os.path.join(prefix, 'lib', 'torc', 'torc.py'))
 
 
-def compiled_modules(made: Installation) -> List[str]:
-    """Compiled forms of the module, a Python version each."""
-    return glob.glob(os.path.join(glob.escape(os.path.dirname(made.module)), '__pycache__', 'torc.*.pyc'))
-
-
-def is_installed(path: str, mark: bytes) -> bool:
-    """Whether `install` has made a file: its second line, or the first of its docstring, says so."""
-    try:
-        with open(path, 'rb', opener=open_regular) as file:
-            return mark in file.read(200)
-    except OSError:
-        return False
-
-
 def write_installation(made: Installation) -> None:
     """Put module and launcher in place, each as a whole, and compile the module. OSError."""
-    python = shlex.quote(sys.executable or '')
     source = os.path.abspath(globals().get('__file__') or '')   # a script that comes through stdin has none
     if not os.path.isfile(source):
         raise BadInput('the file of this program is gone: install from a file that is there')
-    if not python.isprintable() or '\\' in python or "'''" in python or python == "''":
-        raise BadInput(printable(f'the path of this Python, {python}, cannot be written into a launcher: '
-                                 'install with another one'))
-    cache = os.path.join(os.path.dirname(made.module), '__pycache__')
-    for directory in (*map(os.path.dirname, made), cache):
-        os.makedirs(directory, 0o755, exist_ok=True)
     for path in made:
-        if os.path.islink(path):
-            os.unlink(path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.realpath(source) != os.path.realpath(made.module):
         with open(source, 'rb') as file:
             write_atomically(made.module, file.read(), 0o644)
-    for path in compiled_modules(made):     # they look right if they are of the same second and size
-        os.unlink(path)
-    try:
-        name = f'torc.{sys.implementation.cache_tag}.pyc'   # without -O, as the launcher starts it
-        py_compile.compile(made.module, os.path.join(cache, name), doraise=True, optimize=0)
-    except (SyntaxError, ValueError) as error:      # it was changed while this program ran
-        raise BadInput(printable(f'cannot compile {made.module}: {error}')) from None
-    launcher = LAUNCHER.format(python=python, not_found=COMMAND_NOT_FOUND)
-    write_atomically(made.launcher, launcher.encode('utf-8'), 0o755)
+    py_compile.compile(made.module, optimize=0)     # without -O, as the launcher starts it
+    launcher = LAUNCHER.format(python=shlex.quote(sys.executable), library=os.path.dirname(made.module))
+    write_atomically(made.launcher, launcher.encode('utf-8', 'surrogateescape'), 0o755)
 
 
 # ======== 12. Processes: what /proc says of them, control groups, and the keeper of a runner ========
@@ -18544,7 +18501,7 @@ def pin_program(output_dir: str) -> str:
         mark = hashlib.sha256(file.read())
     mark.update(f'{sys.executable} {sys.implementation.cache_tag}'.encode('utf-8', 'surrogateescape'))
     made = installation_of(os.path.join(output_dir, f'torc-{mark.hexdigest()[:12]}'))
-    if not (os.path.isfile(made.launcher) and os.path.isfile(made.module) and compiled_modules(made)):
+    if not (os.path.isfile(made.launcher) and os.path.isfile(made.module)):
         write_installation(made)
     return made.launcher
 
@@ -32058,21 +32015,16 @@ def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
 def cmd_install(session: Session, args: Arguments) -> int:
     """Install this file as the command `torc`, compiled."""
     made = installation_of(args['prefix'])
-    marks = ((made.launcher, LAUNCHER_MARK), (made.module, MODULE_MARK))
-    foreign = [path for path, mark in marks if os.path.lexists(path) and not is_installed(path, mark)]
-    if foreign and not args['force']:
-        raise Refused(printable(f'{foreign[0]} was not made by `install`: give another --prefix, '
-                                'or --force to replace it'))
-    if os.path.isdir(os.path.dirname(made.module)):
-        refuse_public_directory(os.path.dirname(made.module), '--prefix')
-    mask = os.umask(0o022)      # all who can read the prefix may use it, for /opt and the like
     try:
+        if os.path.lexists(made.launcher) and not args['force']:
+            with open(made.launcher, 'rb') as file:
+                if LAUNCHER_MARK not in file.read(200):
+                    raise Refused(f'{made.launcher} was not made by `install`: give another --prefix, '
+                                  'or --force to replace it')
         write_installation(made)
     except OSError as error:
-        raise BadInput(printable(f'cannot install {error.filename or made.module}: {error.strerror}; '
-                                 'give another place with --prefix')) from None
-    finally:
-        os.umask(mask)
+        raise BadInput(f'cannot install {error.filename or made.module}: {error.strerror}; '
+                       'give another place with --prefix') from None
     value = {'launcher': made.launcher, 'module': made.module, 'python': sys.executable,
              'version': __version__}
     text = f'Installed torc {__version__} as {made.launcher}, for {sys.executable}'
@@ -32669,7 +32621,7 @@ COMMANDS = (
         (PASSWORD_FILE, USER, *RELOAD_OPTIONS), 'htpasswd remove -f users.htpasswd you'),
     Command('install', cmd_install, 'install this file, compiled, as the command `torc`', (
         Argument('--prefix', 'DIR', 'where: DIR/bin/torc and DIR/lib/torc', default='~/.local'),
-        Argument('--force', '', 'replace files of these names that `install` did not write')),
+        Argument('--force', '', 'replace a file of that name that `install` did not write')),
         'install --prefix tools'),
     Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
