@@ -15749,9 +15749,9 @@ def refuse_missing_inputs(check: FileCheck, is_forced: bool, report: Report) -> 
     """Refused where required files or user data are missing; --force turns missing files into a warning."""
     if check.missing_inputs:
         count, missing = len(check.missing_inputs), first_of(check.missing_inputs)
-        message = printable(f'{count} input files that no job makes are missing: {missing}')
+        message = printable(f"{counted(count, 'missing input file')} that no job makes: {missing}")
         if not is_forced:
-            raise Refused(f'{message}; make them, or give --force to go on without them')
+            raise Refused(f'{message}; make what is missing, or give --force to go on without it')
         report(f'warning: {message}')
     if check.missing_user_data:
         missing = first_of(check.missing_user_data)
@@ -15765,11 +15765,20 @@ def find_changes(client: Client, workflow: Dict[str, Any], is_dry_run: bool) -> 
     return client.call('check_changes', body, workflow_id=workflow['id'])
 
 
-def reinitialize(client: Client, workflow: Dict[str, Any]) -> int:
-    """Mark what changed, then initialize what is uninitialized. How many jobs run again."""
-    found = find_changes(client, workflow, is_dry_run=False)
-    client.call('initialize_jobs', workflow_id=workflow['id'], only_uninitialized=True)
-    return sum(map(len, found.values()))
+def prepare_run(client: Client, workflow: Dict[str, Any], finds_changes: bool = True,
+                **options: bool) -> Tuple[List[Dict[str, Any]], Dict[str, Any]]:
+    """What every run begins with, after jobs were set back: the server learns of the files, and initializes.
+
+    With `finds_changes` what is out of date runs again, too: these jobs, and the server's answer.
+    """
+    changes = {}    # type: Dict[str, List[Dict[str, Any]]]
+    if finds_changes:
+        changes = find_changes(client, workflow, is_dry_run=False)
+    else:
+        client.call('set_file_times', {'files': file_times(client, workflow)}, workflow_id=workflow['id'])
+    record_inputs(client, workflow)
+    options.setdefault('only_uninitialized', True)
+    return sum(changes.values(), []), client.call('initialize_jobs', workflow_id=workflow['id'], **options)
 
 
 NODE_COUNTS = (('active_compute_nodes', 'compute node', 'at work'),
@@ -15817,8 +15826,7 @@ def reset_failed(client: Client, workflow: Dict[str, Any], is_forced: bool, repo
     refuse_missing_inputs(check_files(client, workflow), is_forced, report)
     client.call('reset_workflow_status', workflow_id=number, force=is_forced)
     client.call('reset_job_status', workflow_id=number, failed_only=True)
-    count = reinitialize(client, workflow)
-    jobs = counted(count, 'job')
+    jobs = counted(len(prepare_run(client, workflow)[0]), 'job')
     report(f'{jobs} to run again: what did not complete or has changed, and what depends on it')
 
 
@@ -26984,16 +26992,13 @@ def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
         if count:
             session.report(f'{count} output files exist already and will be written over')
     session.call('reset_workflow_status', workflow_id=number, force=args['force'])
-    if is_partial:
-        found = find_changes(client, workflow, is_dry_run=False)
-        for change in found['changed'] + found['downstream_jobs']:
-            session.report(f"{change['job_name']} will run again: {change['reason']}")
-    else:
+    if not is_partial:
         session.call('reset_job_status', workflow_id=number)
-        session.call('set_file_times', {'files': file_times(client, workflow)}, workflow_id=number)
-    record_inputs(client, workflow)
     options = {'only_uninitialized': is_partial, 'async': True}     # a keyword since Python 3.7
-    return answer_task(session, args, session.call('initialize_jobs', workflow_id=number, **options))
+    changes, task = prepare_run(client, workflow, is_partial, **options)
+    for change in changes:
+        session.report(f"{change['job_name']} will run again: {change['reason']}")
+    return answer_task(session, args, task)
 
 
 def cmd_tasks_wait(session: Session, args: Arguments) -> int:
@@ -27062,7 +27067,7 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
     messages = [f'Successfully reset workflow status for workflow {workflow_id}',
                 f"Successfully reset {counted(count, 'job')} of workflow {workflow_id}"]
     if args['reinitialize']:
-        reinitialize(session.client, session.workflow(workflow_id))
+        prepare_run(session.client, session.workflow(workflow_id))
         messages.append(f'Successfully reinitialized workflow {workflow_id}')
     operations = {'job_reset': True, 'reinitialize': True if args['reinitialize'] else None,
                   'workflow_reset': True}
@@ -28486,7 +28491,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         return report_nothing_left(session, workflow, status, output_words(options))
     prepare_output_dir(session, options)
     if is_uninitialized:
-        initialize_for_run(session, workflow, status, not target.is_new, is_forced)
+        initialize_for_run(session, workflow, status, is_forced, target.is_new)
     session.client.need_server()    # the runner, and others that join it, speak to one
     report_location(session, workflow)
     style = style_of(session.err, os.environ)
@@ -28530,21 +28535,17 @@ def report_location(session: Session, workflow: Dict[str, Any]) -> None:
 
 
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
-                       checks_files: bool, is_forced: bool) -> None:
+                       is_forced: bool, is_checked: bool = False) -> None:
     """Make ready what was never looked at, or what was reset since.
 
     Only after a reset of all jobs this is a full initialize, which lets every action fire again. For a new
     workflow a partial one does the same, but leaves jobs alone that another runner, started in the same
     moment, has begun.
     """
-    if checks_files:
+    if not is_checked:
         refuse_missing_inputs(check_files(session.client, workflow), is_forced, session.report)
-        times = file_times(session.client, workflow)
-        session.call('set_file_times', {'files': times}, workflow_id=workflow['id'])
-    record_inputs(session.client, workflow)
     is_all = status['jobs_by_status']['uninitialized'] == status['total_jobs']
-    session.call('initialize_jobs', workflow_id=workflow['id'],
-                 only_uninitialized=not (is_all and workflow.get('run_id')))
+    prepare_run(session.client, workflow, False, only_uninitialized=not (is_all and workflow.get('run_id')))
 
 
 def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
@@ -28994,7 +28995,7 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[st
     prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
     status = session.call('get_workflow_status', workflow_id=number)
     if status['jobs_by_status']['uninitialized']:
-        initialize_for_run(session, workflow, status, True, is_forced)
+        initialize_for_run(session, workflow, status, is_forced)
     elif status['is_canceled']:
         reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
         raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
@@ -31601,7 +31602,7 @@ def cmd_remote_run(session: Session, args: Arguments) -> int:
     workers = read_workers(session, files[0]) if files else stored_workers(session, workflow['id'])
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
     if status['jobs_by_status']['uninitialized']:
-        initialize_for_run(session, workflow, status, True, args['force'])
+        initialize_for_run(session, workflow, status, args['force'])
     elif status['is_complete'] or status['is_canceled']:
         return report_nothing_left(session, workflow, status, [])
     client, hosts = session.client, RemoteHosts(session, args, workflow['id'], workers)
