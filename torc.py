@@ -30140,9 +30140,11 @@ def format_synced(found: Dict[str, Any]) -> str:
 class Regeneration(Row):
     """Allocations that are planned for what is left."""
     demand: Demand
-    renewals: List[Renewal]
-    taken: List[int]                # actions
-    warnings: List[str]
+    is_begun: bool = True           # no job is uninitialized
+    profile: Optional[Profile] = None       # None: no job is left, and there is no plan
+    plan: Optional[AllocationPlan] = None
+    renewals: Sequence[Renewal] = ()
+    warnings: Sequence[str] = ()
 
 
 def regenerate_workflow(session: Session, workflow: Dict[str, Any],
@@ -30152,34 +30154,17 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     A dry run changes nothing. What a killed command has stored is submitted, not planned again. BadInput if
     nothing can be planned, Refused if Slurm takes none of the allocations, each in words for the user.
     """
-    number, settings = workflow['id'], options.settings or default_settings()
-    found = session.call('get_demand', workflow_id=number)
-    demand = read_demand(found, options)
-    if not demand.num_left:
-        return regeneration_value(number, demand, options, [])
-    config = read_config()
-    profile = find_profile(options.profile, config)
-    plan = functools.partial(plan_regeneration, session, workflow, options, (profile, config),
-                             find_gone(session, number, options))
-    planned = plan(found)
-    for renewal in planned.renewals:
-        check_scheduler(workflow, dict(renewal.block, id=0), settings)
-    if options.is_dry_run:
-        rows = regeneration_rows(planned.demand, planned.renewals, ())
-        return {'dry_run': True, 'workflow_id': number, 'pending_jobs': demand.num_left,
-                'profile_name': profile.name, 'profile_display_name': profile.display_name,
-                'planned_schedulers': rows, 'total_allocations': sum_allocations(planned.renewals),
-                'would_submit': options.submits, 'warnings': planned.warnings}
-    if options.submits or 'uninitialized' in found['statuses']:
-        begin_workflow(session, workflow, settings, False)
-        planned = plan(session.call('get_demand', workflow_id=number))
-    return perform_regeneration(session, workflow, options, planned, settings)
+    planned = plan_regeneration(session, workflow, options)
+    if options.is_dry_run or planned.plan is None:
+        return regeneration_value(workflow['id'], planned, options,
+                                  regeneration_rows(planned.demand, planned.renewals, ()))
+    return perform_regeneration(session, workflow, options, planned)
 
 
-def default_settings() -> Dict[str, Any]:
-    """submission_settings() without options on the command line."""
+def plain_settings(output_dir: str) -> Dict[str, Any]:
+    """submission_settings() without other options on the command line."""
     names = ('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs')
-    return submission_settings(dict(dict.fromkeys(names), output_dir=DEFAULT_OUTPUT_DIR))
+    return submission_settings(dict(dict.fromkeys(names), output_dir=output_dir))
 
 
 def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) -> Tuple[Set[int], str]:
@@ -30201,11 +30186,16 @@ def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) ->
             if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
 
 
-def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
-                      cluster: Tuple[Profile, HpcConfig], gone: Tuple[Set[int], str],
-                      found: Dict[str, Any]) -> Regeneration:
-    """New schedulers, and links of chains, for what get_demand() answers."""
-    demand, number, (profile, config) = read_demand(found, options), workflow['id'], cluster
+def plan_regeneration(session: Session, workflow: Dict[str, Any],
+                      options: RegenerateOptions) -> Regeneration:
+    """New schedulers, and links of chains, for the jobs that are left; what can be refused is."""
+    number = workflow['id']
+    found = session.call('get_demand', workflow_id=number)
+    demand, is_begun = read_demand(found, options), 'uninitialized' not in found['statuses']
+    if not demand.num_left:
+        return Regeneration(demand)
+    config = read_config()
+    profile, gone = find_profile(options.profile, config), find_gone(session, number, options)
     schedulers = {row['id']: row for row in session.items('list_slurm_schedulers', workflow_id=number)}
     account = options.account or next((row['account'] for row in schedulers.values()), None)
     account = find_account(account, workflow.get('slurm_defaults') or {}, profile, config)
@@ -30227,9 +30217,9 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
                  f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
                  for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
     warnings += supply_warnings(session, workflow, supply, found, gone, options.includes_lost)
-    actions = session.call('get_workflow_actions', workflow_id=number)
-    taken = actions_to_take(demand, made, actions) if renewals else []
-    return Regeneration(demand, renewals, taken, warnings)
+    for renewal in renewals:
+        check_scheduler(workflow, dict(renewal.block, id=0), options.settings)
+    return Regeneration(demand, is_begun, profile, made, renewals, warnings)
 
 
 def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
@@ -30250,19 +30240,26 @@ def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, 
 
 
 def perform_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
-                         planned: Regeneration, settings: Dict[str, Any]) -> Dict[str, Any]:
+                         planned: Regeneration) -> Dict[str, Any]:
     """Store what was planned, and submit what is due."""
-    number, outcome = workflow['id'], None      # type: int, Optional[Submitter]
-    stored = stored_plan_of(planned.demand, planned.renewals, planned.taken) if planned.renewals else None
+    number, outcome, stored = workflow['id'], None, None    # type: int, Optional[Submitter], Any
+    if options.submits or not planned.is_begun:
+        begin_workflow(session, workflow, options.settings, False)
+    if not planned.is_begun:    # that may have canceled some of its jobs
+        planned = plan_regeneration(session, workflow, options)
+    demand = planned.demand
+    if planned.renewals:
+        actions = session.call('get_workflow_actions', workflow_id=number)
+        stored = stored_plan_of(demand, planned.renewals, actions_to_take(demand, planned.plan, actions))
     if options.submits:
-        outcome = Submitter(session, workflow).run({'settings': settings}, stored)
+        outcome = Submitter(session, workflow).run({'settings': options.settings}, stored)
         report_troubles(session, workflow, outcome)
         answer = outcome.answer
     else:
         answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
     known = [renewal.scheduler_id for renewal in planned.renewals]
-    rows = regeneration_rows(planned.demand, planned.renewals, answer.get('scheduler_ids') or known)
-    value = regeneration_value(number, planned.demand, options, rows)
+    rows = regeneration_rows(demand, planned.renewals, answer.get('scheduler_ids') or known)
+    value = regeneration_value(number, planned, options, rows)
     value.update(total_allocations=sum_allocations(planned.renewals),
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
                  allocations_deferred=sum_allocations(planned.renewals, True),
@@ -30271,13 +30268,18 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any], options: Re
     return value
 
 
-def regeneration_value(workflow_id: int, demand: Demand, options: RegenerateOptions,
+def regeneration_value(workflow_id: int, planned: Regeneration, options: RegenerateOptions,
                        rows: List[Dict[str, Any]]) -> Dict[str, Any]:
     """Torc's JSON, with our additions at the end, as long as nothing is stored or submitted."""
-    value = {'workflow_id': workflow_id, 'pending_jobs': demand.num_left}
+    value = {'workflow_id': workflow_id, 'pending_jobs': planned.demand.num_left}   # type: Dict[str, Any]
     if options.is_dry_run:
-        return dict(dict(value, dry_run=True), planned_schedulers=rows, total_allocations=0,
-                    would_submit=options.submits, warnings=[])
+        names = {}
+        if planned.profile:
+            names = {'profile_name': planned.profile.name,
+                     'profile_display_name': planned.profile.display_name}
+        return dict({'dry_run': True}, **value, **names, planned_schedulers=rows,
+                    total_allocations=sum_allocations(planned.renewals), would_submit=options.submits,
+                    warnings=planned.warnings)
     return dict(value, schedulers_created=rows, total_allocations=0, allocations_submitted=0,
                 allocations_deferred=0, warnings=[], submitted=options.submits, slurm_job_ids=[],
                 actions_taken=0)
@@ -31420,7 +31422,7 @@ class Supervision:
     def settings(self) -> Dict[str, Any]:
         """How the runners in new allocations work: where the workflow was made, for we may be elsewhere."""
         output_dir = os.path.abspath(self.args['output_dir'])
-        return dict(default_settings(), directory=base_directory(self.workflow), output_dir=output_dir)
+        return dict(plain_settings(output_dir), directory=base_directory(self.workflow))
 
     def recover(self) -> None:
         """Run what failed again."""
