@@ -171,9 +171,8 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass, html, py_compile, socketserver, ssl, tarfile, zlib = map(LateModule, (
-    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'socketserver', 'ssl', 'tarfile',
-    'zlib'))
+csv, ctypes, decimal, difflib, getpass, py_compile, socketserver, ssl, tarfile, zlib = map(LateModule, (
+    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile', 'socketserver', 'ssl', 'tarfile', 'zlib'))
 futures = LateModule('concurrent.futures')
 http_client, http_server = LateModule('http.client'), LateModule('http.server')
 # Without it TOML files are refused, with the reason.
@@ -25337,21 +25336,19 @@ def format_findings(files: Sequence[Tuple[str, FileFindings]]) -> str:
     return format_lines(lines)
 
 
-# ======== 19b. Plots: time series of the monitor -> pages that need nothing but a browser ========
+# ======== 19b. Plots: time series of the monitor -> figures, and the page that draws them ========
 #
 # Reads the databases resource_metrics_*.db of runners (Torc's tables), also while they are written, and
-# makes a page for each job, for all jobs and for the nodes: HTML with SVG in it, without scripts or
-# network. As JSON, a page is a figure of Plotly, as in Torc. Only SeriesFile speaks SQL, and only to these
-# files; only write_plots writes.
+# makes a figure for each job, for all jobs and for the nodes: one of Plotly, as in Torc, with a panel for
+# each measure. As HTML it follows PLOT_PAGE, whose script draws it without network. Only SeriesFile speaks
+# SQL, and only to these files; only write_plots writes.
 #
 # A line has at most LINE_POINTS points: of each of its stretches the lowest and the highest are kept, so
 # that no peak is lost. Samples of one job from several files (attempts on several nodes) are lines of
 # their own.
 
 LINE_POINTS = 800           # of a line: about the pixels of a page's width
-LINES_NAMED = 8             # with a colour of their own, in a chart of all jobs; the highest
-LINES_DRAWN = 300           # the rest of them is left out
-BARS_DRAWN = 40             # of jobs, in the overview; the table has them all
+LINES_DRAWN = 300           # of a figure of all jobs; the rest is left out
 # What sqlite3 raises for a damaged file; the second for an error message that quotes it.
 UNREADABLE = sqlite3.DatabaseError, UnicodeDecodeError
 GAP_S = 120                 # without samples: the line is broken there, if that is much for it
@@ -25359,6 +25356,8 @@ GAP_S = 120                 # without samples: the line is broken there, if that
 # Seconds since the epoch, CPU percent, bytes, processes; None: not measured.
 Sample = Tuple[float, Optional[float], Optional[float], Optional[float]]
 Limits = Dict[int, Dict[str, float]]    # job -> 'cpu' (percent) and 'memory' (bytes) that it asked for
+Recorded = List[Tuple[str, List[Sample]]]   # samples by label of the file
+Figure = Dict[str, Any]                 # of Plotly: 'data' and 'layout'
 
 
 def finite(value: Any) -> Optional[float]:
@@ -25366,11 +25365,6 @@ def finite(value: Any) -> Optional[float]:
     if value is None:
         return None
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
-
-
-def values_of(samples: Iterable[Sample], place: int) -> List[float]:
-    """All values of one measure that are known."""
-    return [sample[place] for sample in samples if sample[place] is not None]
 
 
 class SeriesFile:
@@ -25395,21 +25389,21 @@ class SeriesFile:
         database = sqlite3.connect(f'file:{name}?{how}', uri=True, timeout=10)
         database.text_factory = lambda data: data.decode('utf-8', 'replace')
         try:
-            found = {row[0] for row in database.execute('SELECT name FROM sqlite_master')}
+            self.tables = {row[0] for row in database.execute('SELECT name FROM sqlite_master')}
         except sqlite3.OperationalError:
             database.close()
             raise
         except UNREADABLE:
-            found = set()
-        if not found & {'job_resource_samples', 'system_resource_samples'}:
+            self.tables = set()
+        if not self.tables & {'job_resource_samples', 'system_resource_samples'}:
             database.close()
             raise BadInput(printable(f'{self.path} is no time series: name a file resource_metrics_*.db, '
                                      'which a run with `granularity: time_series` writes'))
-        self.tables = found
         return database
 
-    def rows(self, table: str, words: str, values: Sequence[Any] = ()) -> List[Any]:
-        """Rows of a query on a table; [] if there is no such table."""
+    def rows(self, table: str, columns: str, condition: str = '', *values: Any) -> List[Any]:
+        """Rows of a table; [] if there is no such table."""
+        words = f'SELECT {columns} FROM {table} {condition}'
         try:
             return self.database.execute(words, values).fetchall() if table in self.tables else []
         except UNREADABLE as error:
@@ -25417,134 +25411,67 @@ class SeriesFile:
 
     def job_ids(self) -> List[int]:
         """Jobs that were sampled."""
-        rows = self.rows('job_resource_samples',
-                         'SELECT DISTINCT job_id FROM job_resource_samples ORDER BY 1')
+        rows = self.rows('job_resource_samples', 'DISTINCT job_id')
         return [number for number, in rows if isinstance(number, int)]
 
-    def job_names(self) -> Dict[int, Tuple[str, float]]:
-        """Job -> name and highest memory of its results, 0 if that is not known."""
-        return {number: (str(name), finite(peak[0] if peak else 0) or 0.0) for number, name, *peak in
-                self.rows('job_metadata', 'SELECT * FROM job_metadata')}
+    def job_names(self) -> Dict[int, Tuple[float, str]]:
+        """Job -> highest memory of its results, 0 if that is not known, and its name."""
+        return {number: (finite(peak[0] if peak else 0) or 0.0, printable_line(str(name)))
+                for number, name, *peak in self.rows('job_metadata', '*')}
 
     def job_samples(self, job_id: int) -> List[Sample]:
         """Samples of a job, by time."""
-        rows = self.rows('job_resource_samples',
-                         'SELECT timestamp, cpu_percent, memory_bytes, num_processes '
-                         'FROM job_resource_samples WHERE job_id = ? AND timestamp IS NOT NULL '
-                         'ORDER BY timestamp', [job_id])
+        rows = self.rows('job_resource_samples', 'timestamp, cpu_percent, memory_bytes, num_processes',
+                         'WHERE job_id = ? AND timestamp IS NOT NULL ORDER BY timestamp', job_id)
         return [tuple(map(finite, row)) for row in rows]
 
     def node_samples(self) -> List[Sample]:
         """Samples of the node, by time; its whole memory in the place of processes."""
         rows = self.rows('system_resource_samples',
-                         'SELECT timestamp, cpu_percent, memory_bytes, total_memory_bytes FROM '
-                         'system_resource_samples WHERE timestamp IS NOT NULL ORDER BY timestamp')
+                         'timestamp, cpu_percent, memory_bytes, total_memory_bytes',
+                         'WHERE timestamp IS NOT NULL ORDER BY timestamp')
         return [tuple(map(finite, row)) for row in rows]
 
     def node_summary(self) -> Optional[List[Optional[float]]]:
-        """Number of samples of the node, peak and average CPU percent, peak and average bytes."""
+        """Peak and average CPU percent of the node, peak and average bytes; None if there is none (yet)."""
         rows = self.rows('system_resource_summary',
-                         'SELECT sample_count, peak_cpu_percent, avg_cpu_percent, peak_memory_bytes, '
-                         'avg_memory_bytes FROM system_resource_summary')
-        if rows:
-            return [finite(value) for value in rows[0]]
-        samples = self.node_samples()
-        found = [values_of(samples, SAMPLE_PLACES[axis]) for axis in ('node_cpu', 'memory')]
-        figures = [[max(values), sum(values) / len(values)] if values else [None, None] for values in found]
-        return [len(samples), *figures[0], *figures[1]] if samples else None
+                         'peak_cpu_percent, avg_cpu_percent, peak_memory_bytes, avg_memory_bytes')
+        return [finite(value) for value in rows[0]] if rows else None
 
     def close(self) -> None:
         """Close the file."""
         self.database.close()
 
 
-# -------- charts --------
+# -------- figures --------
 
-class Line(Row):
-    """One line of a chart: parts of (seconds since the epoch, value), between which nothing is known."""
-    name: str
-    parts: List[List[Tuple[float, float]]]
-
-    @property
-    def peak(self) -> float:
-        """The highest value."""
-        return max((value for part in self.parts for _, value in part), default=0.0)
-
-
-class Measurement(Row):
-    """What a chart shows, and its units."""
+class Axis(Row):
+    """A measure, and how it is shown."""
+    place: int          # in a Sample
     title: str
-    base: int           # of the powers among its units
-    units: Sequence[str]
-    least: float        # height of a chart at least
+    unit: str           # '%', 'B' (bytes), or none
+    show: Callable[[float], str]
 
 
 AXES = {
-    'cpu': Measurement('CPU (100% is one core)', 1000, ('%',), 100),
-    'node_cpu': Measurement('CPU (of all cores)', 1000, ('%',), 100),
-    'memory': Measurement('Memory', 1024, (' B', ' KB', ' MB', ' GB', ' TB', ' PB'), 1024 ** 2),
-    'processes': Measurement('Processes', 1000, ('',), 2),
+    'cpu':       Axis(1, 'CPU (100% is one core)', '%', '{:.0f}%'.format),
+    'node_cpu':  Axis(1, 'CPU (of all cores)', '%', '{:.0f}%'.format),
+    'memory':    Axis(2, 'Memory', 'B', report_memory),
+    'processes': Axis(3, 'Processes', '', '{:.0f}'.format),
 }
-SAMPLE_PLACES = {'cpu': 1, 'node_cpu': 1, 'memory': 2, 'processes': 3}      # in a Sample
 
 
-class Chart(Row):
-    """Lines over time, and a limit that they should stay below."""
-    title: str
-    axis: str           # key of AXES
-    lines: List[Line]
-    limit: float = 0    # 0: none
-    limit_words: str = ''
-    is_of_many: bool = False    # lines of many jobs: those after the first are faint
+def values_of(samples: Iterable[Sample], place: int) -> List[float]:
+    """All values of one measure that are known."""
+    return [sample[place] for sample in samples if sample[place] is not None]
 
 
-def scale_of(axis: Measurement, value: float) -> Tuple[float, str]:
-    """The unit in which a value is a short number: its size and name."""
-    size, units = 1.0, list(axis.units)
-    while len(units) > 1 and value >= size * axis.base:
-        size *= axis.base
-        units.pop(0)
-    return size, units[0]
-
-
-def show_amount(axis: str, value: float) -> str:
-    """A value with its unit: '1.5 GB', '98.7%', '3'."""
-    size, unit = scale_of(AXES[axis], value)
-    number = value / size
-    return (f'{number:.3g}' if number < 100 else f'{number:.0f}') + unit
-
-
-def tick_step(span: float, steps: Sequence[float], most: int) -> float:
-    """The smallest of the steps, or of their powers of ten, that needs at most so many ticks."""
-    power = 1.0
-    while True:
-        for step in steps:
-            if span / (step * power) <= most:
-                return step * power
-        power *= 10
-
-
-TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
-                172800, 604800)
-
-
-def format_tick(value_s: float) -> str:
-    """Seconds -> '45s', '1m 30s', '5m', '2h', '1d 12h': without what is zero at the end."""
-    return re.sub(r'(?<=[mhd]) 00[smh]\Z', '', format_elapsed(value_s))
-
-
-def split_at_gaps(points: Sequence[Tuple[float, float]]) -> List[List[Tuple[float, float]]]:
+def split_at_gaps(points: Sequence[Tuple[float, float]]) -> List[Sequence[Tuple[float, float]]]:
     """Points in parts: nothing is drawn across a gap much longer than the usual time between two."""
-    if not points:
-        return []
-    steps = sorted(after[0] - before[0] for before, after in zip(points, points[1:]))
-    longest_s = max(GAP_S, 5 * steps[len(steps) // 2]) if steps else 0
-    parts = [[points[0]]]
-    for before, after in zip(points, points[1:]):
-        if after[0] - before[0] > longest_s:
-            parts.append([])
-        parts[-1].append(after)
-    return parts
+    steps = [after[0] - before[0] for before, after in zip(points, points[1:])]
+    longest_s = max(GAP_S, 5 * sorted(steps)[len(steps) // 2]) if steps else 0
+    cuts = [place for place, step in enumerate(steps, 1) if step > longest_s]
+    return [points[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(points)])]
 
 
 def thin_out(points: Sequence[Tuple[float, float]], most: int) -> List[Tuple[float, float]]:
@@ -25559,236 +25486,42 @@ def thin_out(points: Sequence[Tuple[float, float]], most: int) -> List[Tuple[flo
     return sorted(kept)
 
 
-def line_of(name: str, samples: Sequence[Sample], axis: str) -> Line:
-    """The line of one measure of samples."""
-    place = SAMPLE_PLACES[axis]
-    parts = split_at_gaps([(sample[0], sample[place]) for sample in samples if sample[place] is not None])
-    return Line(name, [thin_out(part, max(2, LINE_POINTS // len(parts))) for part in parts])
+def line_of(name: str, points: Sequence[Tuple[float, Optional[float]]], **more: Any) -> Dict[str, Any]:
+    """A trace of points in time."""
+    return {'type': 'scatter', 'mode': 'lines', 'name': name,
+            'x': [format_time(time_s) for time_s, _ in points], 'y': [value for _, value in points], **more}
 
 
-# -------- SVG --------
-
-CHART_WIDTH, CHART_HEIGHT = 960, 260
-LEFT, RIGHT, TOP, BOTTOM = 84, 18, 14, 34       # margins of a chart
-BAR_HEIGHT, BAR_LEFT, BAR_RIGHT = 22, 230, 190  # of the overview: room for names and values
-
-
-def markup(text: str) -> str:
-    """Text of others in HTML or SVG."""
-    return html.escape(printable_line(text))
-
-
-def svg_text(x: float, y: float, text: str, anchor: str = 'start', style: str = '') -> str:
-    """A text in a drawing."""
-    words = f' class="{style}"' if style else ''
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{words}>{markup(text)}</text>'
+def lines_of(axis: str, series: Recorded, limit: float = 0.0, words: str = '') -> List[Dict[str, Any]]:
+    """One measure of series as traces, in which null stands for a gap; and its limit, unless that is 0."""
+    traces, place, title = [], AXES[axis].place, AXES[axis].title
+    for label, samples in series:
+        parts = split_at_gaps([(sample[0], sample[place]) for sample in samples if sample[place] is not None])
+        points = [[(part[-1][0], None)] + thin_out(part, max(2, LINE_POINTS // len(parts)))
+                  for part in parts if part]
+        traces.append(line_of(f'{title}: {label}', list(itertools.chain.from_iterable(points))[1:]))
+    times = [sample[0] for _, samples in series for sample in samples if sample[place] is not None]
+    if limit and times:
+        ends = [(min(times), limit), (max(times), limit)]
+        traces.append(line_of(f'{title}: {words}: {AXES[axis].show(limit)}', ends, meta='limit'))
+    return traces
 
 
-def line_style(chart: Chart, index: int) -> str:
-    """Class of the line at a place: a colour, or faint."""
-    return 'faint' if chart.is_of_many and index >= LINES_NAMED else f'c{index % LINES_NAMED}'
+def make_figure(title: str, facts: Sequence[str], panels: Sequence[Tuple[str, str, List[Dict[str, Any]]]],
+                **layout: Any) -> Figure:
+    """A figure of panels (title, unit, traces) below each other, each with a y axis of its own.
 
-
-def draw_part(part: Sequence[Tuple[float, float]], place: Callable[[float, float], Tuple[float, float]],
-              style: str) -> str:
-    """A part of a line: a dot if it is a single point."""
-    spots = [place(*point) for point in part]
-    if len(spots) == 1:
-        x, y = spots[0]
-        return f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
-    return f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in spots)}"/>'
-
-
-def draw_grid(axis: Measurement, top: float, begin: float, end: float,
-              place: Callable[[float, float], Tuple[float, float]]) -> List[str]:
-    """Lines and words of both axes: values, and the time since the beginning."""
-    parts, right = [], CHART_WIDTH - RIGHT
-    size, unit = scale_of(axis, top)
-    step = tick_step(top / size * 10, (1, 2, 5), 5) / 10     # at least a tenth of the unit
-    step = step if unit else max(step, 1)       # of processes there are no tenths
-    for number in range(int(top / size / step + 1e-9) + 1):
-        y = place(begin, number * step * size)[1]
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
-        parts.append(svg_text(LEFT - 8, y + 4, f'{number * step:.4g}{unit}' if number else '0', 'end'))
-    step = tick_step(end - begin, TIME_STEPS_S, 8)
-    for number in range(int((end - begin) / step) + 1):
-        x, y = place(begin + number * step, 0)
-        parts.append(f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{y + 5:.1f}"/>')
-        anchor = 'end' if x > right - 20 else 'middle'
-        parts.append(svg_text(x, y + 20, format_tick(number * step), anchor))
-    return parts
-
-
-def draw_chart(chart: Chart) -> str:
-    """A chart as SVG."""
-    times = [time_s for line in chart.lines for part in line.parts for time_s, _ in part]
-    begin, end = min(times, default=0.0), max(times, default=0.0)
-    end = max(end, begin + 1)
-    peak = max((line.peak for line in chart.lines), default=0.0)
-    # A limit far above everything would press the lines to the ground: it is named, and not drawn.
-    is_limit_drawn = 0 < chart.limit <= 4 * max(peak, AXES[chart.axis].least)
-    top = 1.08 * max(peak, chart.limit if is_limit_drawn else 0, AXES[chart.axis].least)
-    right, low = CHART_WIDTH - RIGHT, CHART_HEIGHT - BOTTOM
-
-    def place(time_s: float, value: float) -> Tuple[float, float]:
-        return (LEFT + (time_s - begin) / (end - begin) * (right - LEFT),
-                low - max(value, 0.0) / top * (low - TOP))
-
-    parts = draw_grid(AXES[chart.axis], top, begin, end, place)
-    # The first are drawn last, and so lie above the others.
-    for index, line in reversed(list(enumerate(chart.lines))):
-        drawn = ''.join(draw_part(part, place, line_style(chart, index)) for part in line.parts)
-        parts.append(f'<g><title>{markup(line.name)}</title>{drawn}</g>')
-    if is_limit_drawn:
-        y = place(begin, chart.limit)[1]
-        parts.append(f'<line class="limit" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
-        y += -5 if y > TOP + 14 else 14
-        parts.append(svg_text(right - 4, y, chart.limit_words, 'end', 'limit'))
-    return (f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" '
-            f'aria-label="{markup(chart.title)}">{"".join(parts)}</svg>')
-
-
-class Bar(Row):
-    """What one job used at most, in the overview."""
-    name: str
-    used: float
-    limit: float        # 0: none
-
-
-def draw_bars(title: str, axis: str, bars: Sequence[Bar]) -> str:
-    """Peaks beside limits: each bar's length is its share of the limit; without limits, of the highest."""
-    has_limits = any(bar.limit for bar in bars)
-    shares = [bar.used / bar.limit if bar.limit else 0.0 for bar in bars]
-    longest = min(2.0, max([1.0] + shares)) if has_limits else max([bar.used for bar in bars] + [1e-9])
-    room = CHART_WIDTH - BAR_LEFT - BAR_RIGHT
-    height, parts = BAR_HEIGHT * len(bars) + 8, []
-    if has_limits:
-        x = BAR_LEFT + room / longest
-        parts.append(f'<line class="limit" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}"/>')
-    for index, (bar, share) in enumerate(zip(bars, shares)):
-        y = 4 + BAR_HEIGHT * index
-        length = min(share if has_limits else bar.used, longest) / longest * room
-        style = 'over' if share > 1 else 'c0'
-        words = show_amount(axis, bar.used)
-        if bar.limit:
-            words += f' of {show_amount(axis, bar.limit)} ({share * 100:.0f}%)'
-        parts.append(svg_text(BAR_LEFT - 8, y + 15, cut(printable_line(bar.name), 30), 'end'))
-        parts.append(f'<rect class="{style}" x="{BAR_LEFT}" y="{y + 3}" width="{length:.1f}" height="16"/>')
-        parts.append(svg_text(BAR_LEFT + length + 6, y + 15, words))
-    return (f'<svg viewBox="0 0 {CHART_WIDTH} {height}" role="img" aria-label="{markup(title)}">'
-            f'{"".join(parts)}</svg>')
-
-
-# -------- pages --------
-
-PLOT_STYLE = """
-:root { --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --limit: #c0392b; --faint: #b4bcc6; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ed; --soft: #9aa4b0; --grid: #2f363e; --paper: #15191d; --limit: #ff7b6b;
-          --faint: #4a535d; }
-  polyline, circle, rect, .key i { filter: brightness(1.35); }
-}
-body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
-       font: 15px/1.45 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
-p { color: var(--soft); margin: .2rem 0; overflow-wrap: anywhere; }
-a { color: inherit; }
-svg { width: 100%; height: auto; display: block; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--soft);
-           stroke: var(--paper); stroke-width: 3px; paint-order: stroke; }
-svg text.limit { fill: var(--limit); }
-.grid { stroke: var(--grid); }
-line.limit { stroke: var(--limit); stroke-dasharray: 6 4; stroke-width: 1.5; }
-polyline { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
-polyline.faint { stroke: var(--faint); stroke-width: 1; }
-circle.faint { fill: var(--faint); }
-rect.over { fill: var(--limit); }
-.key { display: inline-block; margin: .1rem 1rem .1rem 0; color: var(--soft); overflow-wrap: anywhere; }
-.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; border-radius: 2px;
-         vertical-align: -1px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--grid); text-align: right;
-         white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; }
-th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-td.over { color: var(--limit); font-weight: 600; }
-"""
-# Colours that also people who see few of them tell apart (Okabe and Ito, "Color Universal Design").
-PLOT_COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#8a7a00', '#7f6bd6')
-
-
-def format_page(title: str, subtitle: str, body: Sequence[str]) -> str:
-    """A page: HTML that needs nothing else."""
-    colours = ''.join(f'polyline.c{index} {{ stroke: {colour}; }} circle.c{index}, rect.c{index}, i.c{index} '
-                      f'{{ fill: {colour}; background: {colour}; }}\n'
-                      for index, colour in enumerate(PLOT_COLOURS))
-    return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<title>{markup(title)}</title>\n<style>{PLOT_STYLE}{colours}</style></head>\n<body>\n'
-            f'<h1>{markup(title)}</h1>\n<p>{markup(subtitle)}</p>\n' + '\n'.join(body) + '\n</body></html>\n')
-
-
-def format_chart(chart: Chart) -> str:
-    """A chart with its title, and a key to its lines if there are several."""
-    named = chart.lines[:LINES_NAMED] if chart.is_of_many else chart.lines
-    keys = [f'<span class="key"><i class="{line_style(chart, index)}"></i>{markup(line.name)}: peak '
-            f'{markup(show_amount(chart.axis, line.peak))}</span>' for index, line in enumerate(named)]
-    if len(chart.lines) > len(named):
-        keys.append(f'<span class="key">and {len(chart.lines) - len(named)} more</span>')
-    key = ''.join(keys) if len(chart.lines) > 1 else ''
-    return f'<h2>{markup(chart.title)}</h2>\n{draw_chart(chart)}\n{key}'
-
-
-def format_plot_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; its cells are HTML already."""
-    head = ''.join(f'<th>{markup(title)}</th>' for title in titles)
-    lines = [''.join(cell if cell.startswith('<td') else f'<td>{cell}</td>' for cell in row)
-             for row in rows]
-    body = '\n'.join(f'<tr>{line}</tr>' for line in lines)
-    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
-
-
-def chart_figure(charts: Sequence[Chart], title: str) -> Dict[str, Any]:
-    """Charts as a figure of Plotly: a trace for each line, limits as lines of two points."""
-    traces = []
-    for chart in charts:
-        lines = list(chart.lines)
-        times = [time_s for line in lines for part in line.parts for time_s, _ in part]
-        if chart.limit and times:
-            ends = [(min(times), chart.limit), (max(times), chart.limit)]
-            lines.append(Line(chart.limit_words, [ends]))
-        for line in lines:
-            points = [point for part in line.parts for point in part]
-            traces.append({'type': 'scatter', 'mode': 'lines', 'name': f'{chart.title}: {line.name}',
-                           'x': [format_time(time_s) for time_s, _ in points],
-                           'y': [value for _, value in points]})
-    return {'data': traces, 'layout': {'title': {'text': title}}}
-
-
-class Page(Row):
-    """One page: HTML, and the same as a figure."""
-    name: str
-    html: str
-    figure: Dict[str, Any]
-
-
-class JobSeries(Row):
-    """What is known of a job over all files."""
-    id: int
-    name: str
-    samples: List[Tuple[str, List[Sample]]]     # by label of the file
-    peak_memory_bytes: float = 0.0              # as its results say; 0: they don't
-
-    def peak(self, axis: str) -> float:
-        """The highest value of a measure."""
-        return max([*self.values(axis), self.peak_memory_bytes if axis == 'memory' else 0.0])
-
-    def values(self, axis: str) -> List[float]:
-        """All values of a measure."""
-        samples = itertools.chain.from_iterable(samples for _, samples in self.samples)
-        return values_of(samples, SAMPLE_PLACES[axis]) or [0.0]
+    What was not measured at all has none.
+    """
+    panels = [(words, unit, traces) for words, unit, traces in panels
+              if any(value is not None for trace in traces for value in trace['y'])]
+    layout['title'], data = {'text': title, 'subtitle': {'text': '; '.join(facts)}}, []
+    for index, (words, unit, traces) in enumerate(panels):
+        number, height = str(index + 1) if index else '', 1 / len(panels)
+        layout['yaxis' + number] = {'title': {'text': words}, 'ticksuffix': unit, 'domain': [
+            1 - height * (index + 0.9), 1 - height * index]}
+        data += [dict(trace, yaxis='y' + number) for trace in traces]
+    return {'data': data, 'layout': layout}
 
 
 class JobPeaks(Row):
@@ -25800,152 +25533,307 @@ class JobPeaks(Row):
     averages: Dict[str, float]
     limits: Dict[str, float]
 
-
-def chart_of_job(series: JobSeries, axis: str, limits: Dict[str, float]) -> Chart:
-    """One measure of a job."""
-    limit = limits.get(axis, 0)
-    lines = [line_of(label, samples, axis) for label, samples in series.samples]
-    words = f'asked for: {show_amount(axis, limit)}' if limit else ''
-    return Chart(AXES[axis].title, axis, lines, limit, words)
+    def share(self, axis: str) -> float:
+        """Peak over limit; 0 without a limit."""
+        return self.peaks[axis] / self.limits[axis] if self.limits.get(axis) else 0.0
 
 
-def describe_span(series: Sequence[Sequence[Sample]]) -> str:
+def peaks_of(number: int, known: Tuple[float, str], series: Recorded, limits: Dict[str, float]) -> JobPeaks:
+    """What the overview keeps of a job. Its results may know a higher peak of memory than its samples."""
+    samples = [sample for _, part in series for sample in part]
+    values = {axis: values_of(samples, AXES[axis].place) or [0.0] for axis in ('cpu', 'memory', 'processes')}
+    peaks = {axis: max(found) for axis, found in values.items()}
+    peaks['memory'] = max(peaks['memory'], known[0])
+    return JobPeaks(number, known[1], len(samples), peaks,
+                    {axis: sum(found) / len(found) for axis, found in values.items()}, limits)
+
+
+def describe_span(series: Recorded) -> str:
     """'12 samples in 1m 50s from 2026-11-22 15:43:34 +0000'."""
-    times = [sample[0] for samples in series for sample in samples]
-    begin, count = min(times), len(times)
-    words = counted(count, 'sample') + (f' in {format_elapsed(max(times) - begin)}' if count > 1 else '')
-    return f'{words} from {format_local_time(format_time(begin))}'
+    times = [sample[0] for _, samples in series for sample in samples]
+    words = counted(len(times), 'sample')
+    words += f' in {format_elapsed(max(times) - min(times))}' if len(times) > 1 else ''
+    return f'{words} from {format_local_time(format_time(min(times)))}'
 
 
-def job_page(series: JobSeries, limits: Dict[str, float]) -> Page:
+def job_figure(job: JobPeaks, series: Recorded) -> Figure:
     """CPU, memory and processes of one job over time."""
-    charts = [chart_of_job(series, axis, limits) for axis in ('cpu', 'memory', 'processes')]
-    facts = [describe_span([samples for _, samples in series.samples])]
-    for axis in ('cpu', 'memory'):
-        values = series.values(axis)
-        average = show_amount(axis, sum(values) / len(values))
-        word = 'CPU' if axis == 'cpu' else axis
-        facts.append(f'{word}: peak {show_amount(axis, series.peak(axis))}, average {average}')
-    title = f'Job {series.id}: {series.name}'
-    page = format_page(title, '; '.join(facts), [format_chart(chart) for chart in charts])
-    return Page(f'job_{series.id}', page, chart_figure(charts, title))
+    facts = [f'{word}: peak {AXES[axis].show(job.peaks[axis])}, average {AXES[axis].show(job.averages[axis])}'
+             for word, axis in (('CPU', 'cpu'), ('memory', 'memory'))]
+    panels = [(AXES[axis].title, AXES[axis].unit,
+               lines_of(axis, series, job.limits.get(axis, 0), 'asked for')) for axis in job.peaks]
+    return make_figure(f'Job {job.id}: {job.name}', [describe_span(series), *facts], panels)
 
 
-def peaks_of(series: JobSeries, limits: Dict[str, float]) -> JobPeaks:
-    """What the pages of all jobs keep of one."""
-    values = {axis: series.values(axis) for axis in ('cpu', 'memory', 'processes')}
-    count = sum(len(samples) for _, samples in series.samples)
-    return JobPeaks(series.id, series.name, count, {axis: series.peak(axis) for axis in values},
-                    {axis: sum(values[axis]) / len(values[axis]) for axis in values}, limits)
+def highest_of(traces: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """The traces that are drawn, the highest first."""
+    ordered = sorted(traces, key=lambda trace: -max(filter(None, trace['y']), default=0))
+    return ordered[:LINES_DRAWN]
 
 
-class HighestLines:
-    """The lines of the jobs with the highest peaks; of the others there may be too many to keep them."""
-
-    def __init__(self, axis: str) -> None:
-        self.axis = axis
-        self.count = 0      # of all that were added
-        self.lines: List[Line] = []
-
-    def add(self, series: JobSeries) -> None:
-        """Another job."""
-        samples = sorted((sample for _, samples in series.samples for sample in samples),
-                         key=operator.itemgetter(0))
-        self.lines.append(line_of(series.name, samples, self.axis))
-        self.count += 1
-        if len(self.lines) > 2 * LINES_DRAWN:
-            self.lines = self.highest()
-
-    def highest(self) -> List[Line]:
-        """Those that are drawn, the highest first."""
-        return sorted(self.lines, key=lambda line: -line.peak)[:LINES_DRAWN]
-
-    def page(self) -> Page:
-        """One measure of all jobs over time; the highest in colour."""
-        words = 'CPU' if self.axis == 'cpu' else AXES[self.axis].title
-        more = f'; the {LINES_DRAWN} with the highest peaks are drawn' if self.count > LINES_DRAWN else ''
-        chart = Chart(AXES[self.axis].title, self.axis, self.highest(), is_of_many=True)
-        title = f'{words} of all jobs'
-        page = format_page(title, f'{self.count} jobs{more}', [format_chart(chart)])
-        return Page(f'{self.axis}_all_jobs', page, chart_figure([chart], title))
+def all_jobs_figure(axis: str, traces: Sequence[Dict[str, Any]], count: int) -> Figure:
+    """One measure of all jobs over time: those with the highest peaks."""
+    more = [f'the {LINES_DRAWN} with the highest peaks are drawn'] if count > LINES_DRAWN else []
+    word = 'CPU' if axis == 'cpu' else AXES[axis].title
+    panel = AXES[axis].title, AXES[axis].unit, highest_of(traces)
+    return make_figure(f'{word} of all jobs', [f'{count} jobs', *more], [panel])
 
 
-def share_of(job: JobPeaks, axis: str) -> float:
-    """Peak over limit; 0 without a limit."""
-    return job.peaks[axis] / job.limits[axis] if job.limits.get(axis) else 0.0
-
-
-def summary_row(job: JobPeaks, link: str) -> List[str]:
-    """A job's row in the overview's table."""
-    cells = [f'<td><a href="{markup(urllib.parse.quote(link))}">{markup(job.name)}</a> ({job.id})</td>',
-             str(job.count)]
-    for axis in ('memory', 'cpu'):
-        style = ' class="over"' if share_of(job, axis) > 1 else ''
-        limit = job.limits.get(axis)
-        cells += [f'<td{style}>{show_amount(axis, job.peaks[axis])}</td>',
-                  show_amount(axis, job.averages[axis]), show_amount(axis, limit) if limit else '']
-    return cells + [show_amount('processes', job.peaks['processes'])]
-
-
-def summary_page(jobs: Sequence[JobPeaks], name_of: Callable[[str], str]) -> Page:
-    """The overview: peaks beside limits, and a table of all jobs that leads to their pages."""
-    body, traces = [], []
+def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
+    """The overview: peaks beside limits, what came closest to its limit first."""
+    panels = []
     for axis, word in (('memory', 'memory'), ('cpu', 'CPU')):
-        ordered = sorted(jobs, key=lambda job: (-share_of(job, axis), -job.peaks[axis], job.id))
-        bars = [Bar(job.name, job.peaks[axis], job.limits.get(axis, 0)) for job in ordered]
-        has_limits = any(bar.limit for bar in bars)
-        title = f'Peak {word}' + (' beside what was asked for' if has_limits else '')
-        more = f' (the first {BARS_DRAWN} of {len(bars)})' if len(bars) > BARS_DRAWN else ''
-        body.append(f'<h2>{title}{more}</h2>\n{draw_bars(title, axis, bars[:BARS_DRAWN])}')
-        traces.append({'type': 'bar', 'name': f'Peak {word}', 'x': [bar.name for bar in bars],
-                       'y': [bar.used for bar in bars]})
-        if has_limits:
-            traces.append({'type': 'bar', 'name': f'Limit of {word}', 'x': [bar.name for bar in bars],
-                           'y': [bar.limit or None for bar in bars]})
+        ordered = sorted(jobs, key=lambda job: (-job.share(axis), -job.peaks[axis], job.id))
+        names, limits = [job.name for job in ordered], [job.limits.get(axis) or None for job in ordered]
+        traces = [{'type': 'bar', 'name': f'Peak {word}', 'x': names,
+                   'y': [job.peaks[axis] for job in ordered]}]
+        title = f'Peak {word}'
+        if any(limits):
+            traces.append({'type': 'bar', 'name': f'Limit of {word}', 'x': names, 'y': limits,
+                           'meta': 'limit'})
+            title += ' beside what was asked for'
+        panels.append((title, AXES[axis].unit, traces))
+    over = sum(max(job.share('cpu'), job.share('memory')) > 1 for job in jobs)
+    facts = [counted(len(jobs), 'job')] + (
+        [f'{over} used more than asked for'] if any(job.limits for job in jobs) else [])
+    return make_figure('What jobs used', facts, panels, barmode='group')
+
+
+def summary_table(jobs: Sequence[JobPeaks], name_of: Callable[[str], str]) -> List[List[Dict[str, Any]]]:
+    """Rows of the overview's table, whose cells lead to the pages of the jobs."""
     titles = ('Job', 'Samples', 'Peak memory', 'Average', 'Asked for', 'Peak CPU', 'Average', 'Asked for',
               'Processes')
-    rows = [summary_row(job, name_of(f'job_{job.id}')) for job in jobs]
-    body.append('<h2>All jobs</h2>\n' + format_plot_table(titles, rows))
-    over = sum(any(share_of(job, axis) > 1 for axis in ('cpu', 'memory')) for job in jobs)
-    words = counted(len(jobs), 'job')
-    words += f'; {over} used more than asked for' if any(job.limits for job in jobs) else ''
-    title = 'What jobs used'
-    return Page('summary', format_page(title, words, body),
-                {'data': traces, 'layout': {'title': {'text': title}, 'barmode': 'group'}})
+    rows = [[{'text': title} for title in titles]]
+    for job in jobs:
+        cells = [{'text': f'{job.name} ({job.id})', 'href': urllib.parse.quote(name_of(f'job_{job.id}'))},
+                 {'text': str(job.count)}]
+        for axis in ('memory', 'cpu'):
+            show, limit = AXES[axis].show, job.limits.get(axis)
+            cells += [{'text': show(job.peaks[axis]), 'is_over': job.share(axis) > 1},
+                      {'text': show(job.averages[axis])}, {'text': show(limit) if limit else ''}]
+        rows.append(cells + [{'text': AXES['processes'].show(job.peaks['processes'])}])
+    return rows
 
 
-def node_pages(files: Sequence[SeriesFile]) -> List[Page]:
+def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
     """CPU and memory of the nodes over time, and their peaks and averages."""
     series = [(file.label, file.node_samples()) for file in files]
     series = [(label, samples) for label, samples in series if samples]
-    pages = []
     if series:
         total = max((value for _, samples in series for value in values_of(samples, 3)), default=0)
-        words = f'installed: {show_amount("memory", total)}'
-        lines = {axis: [line_of(label, samples, axis) for label, samples in series]
-                 for axis in ('node_cpu', 'memory')}
-        charts = [Chart(AXES['node_cpu'].title, 'node_cpu', lines['node_cpu']),
-                  Chart(AXES['memory'].title, 'memory', lines['memory'], total, words)]
-        charts = [chart for chart in charts if any(line.parts for line in chart.lines)]
-        page = format_page('Nodes', describe_span([samples for _, samples in series]),
-                           [format_chart(chart) for chart in charts])
-        pages.append(Page('system_timeline', page, chart_figure(charts, 'Nodes')))
-    summaries = [(file.label, file.node_summary()) for file in files]
-    summaries = [(label, summary) for label, summary in summaries if summary]
-    if summaries:
-        axes = ('node_cpu', 'node_cpu', 'memory', 'memory')
-        rows = [[markup(label), f'{summary[0]:.0f}', *('' if value is None else show_amount(axis, value)
-                                                       for axis, value in zip(axes, summary[1:]))]
-                for label, summary in summaries]
-        titles = ('Node', 'Samples', 'Peak CPU', 'Average', 'Peak memory', 'Average')
-        traces = [{'type': 'bar', 'name': name, 'x': [label for label, _ in summaries],
-                   'y': [summary[place] for _, summary in summaries]}
-                  for place, name in ((1, 'Peak CPU percent'), (2, 'Average CPU percent'), (3, 'Peak memory'),
-                                      (4, 'Average memory'))]
-        page = format_page('What nodes used', counted(len(rows), 'node'), [format_plot_table(titles, rows)])
-        pages.append(Page('system_summary', page,
-                          {'data': traces, 'layout': {'title': {'text': 'What nodes used'}}}))
-    return pages
+        panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series, limit, 'installed'))
+                  for axis, limit in (('node_cpu', 0), ('memory', total))]
+        yield 'system_timeline', make_figure('Nodes', [describe_span(series)], panels)
+    known = [(file.label, file.node_summary()) for file in files]
+    known = [(label, summary) for label, summary in known if summary]
+    if known:
+        names = ('Peak CPU percent', 'Average CPU percent', 'Peak memory', 'Average memory')
+        traces = [{'type': 'bar', 'name': name, 'x': [label for label, _ in known],
+                   'y': [summary[place] for _, summary in known]} for place, name in enumerate(names)]
+        panels = [('CPU (of all cores)', '%', traces[:2]), ('Memory', 'B', traces[2:])]
+        yield 'system_summary', make_figure('What nodes used', [counted(len(known), 'node')], panels)
+
+
+# -------- the page --------
+
+# What files of plots begin with; a script that calls showPage with a figure ends them. drawFigure(figure,
+# element) knows traces of the types scatter and bar: those of one `yaxis` are a panel, `ticksuffix` is its
+# unit, and `meta` 'limit' marks what the others should stay below. Text enters by textContent only.
+# The colours can be told apart also by people who see few of them (Okabe and Ito, "Color Universal Design").
+PLOT_PAGE = r"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root { color-scheme: light dark;
+        --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --limit: #c0392b; --faint: #b4bcc6; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ed; --soft: #9aa4b0; --grid: #2f363e; --paper: #15191d;
+          --limit: #ff7b6b; --faint: #4a535d; }
+  .c0, .c1, .c2, .c3, .c4, .c5, .c6, .c7 { filter: brightness(1.35); }
+}
+body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
+       font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
+p, .key { color: var(--soft); margin: .2rem 1rem .2rem 0; }
+a { color: inherit; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft);
+           stroke: var(--paper); stroke-width: 3px; paint-order: stroke; pointer-events: none; }
+svg .tip { fill: var(--ink); font-weight: 600; }
+polyline { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linejoin: round; }
+circle, rect { fill: currentColor; }
+.grid { stroke: var(--grid); }
+.c0 { color: #0072b2; } .c1 { color: #d55e00; } .c2 { color: #009e73; } .c3 { color: #cc79a7; }
+.c4 { color: #e69f00; } .c5 { color: #56b4e9; } .c6 { color: #8a7a00; } .c7 { color: #7f6bd6; }
+.faint { color: var(--faint); }
+.limit, .over { color: var(--limit); stroke-dasharray: 6 4; }
+line.limit { stroke: currentColor; }
+.key { display: inline-block; }
+.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; background: currentColor; }
+table { border-collapse: collapse; margin-top: 2rem; font-size: .9rem; display: block; overflow-x: auto; }
+td { padding: .25rem .6rem; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap; }
+td:first-child { text-align: left; white-space: normal; width: 100%; }
+tr:first-child { color: var(--soft); font-weight: 600; }
+</style>
+<script>
+'use strict';
+const SVG = 'http://www.w3.org/2000/svg';       // the name of a language: nothing is fetched from there
+const WIDTH = 960, LOW = 226, TOP = 14, LEFT = 84, RIGHT = 942;     // of a panel with lines
+const BAR_LEFT = 230, BAR_RIGHT = 770, BARS = 40, COLOURS = 8;
+const LEAST = {'%': 100, 'B': 1 << 20, '': 2};  // top of a panel at least, by unit
+const TICKS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200];
+const DAY = 86400;
+
+function add(parent, name, attributes, text) {
+  const made = document.createElementNS(name === 'svg' ? SVG : parent.namespaceURI, name);
+  for (const key in attributes) made.setAttribute(key, attributes[key]);
+  if (text !== undefined) made.textContent = text;
+  return parent.appendChild(made);
+}
+
+function amount(value, unit) {      // (1610612736, 'B') -> '1.5 GB'
+  const names = unit === 'B' ? [' B', ' KB', ' MB', ' GB', ' TB', ' PB'] : [unit];
+  let power = 0;
+  while (power + 1 < names.length && value >= 1024 ** (power + 1)) power++;
+  const number = value / 1024 ** power;
+  return (number < 100 ? +number.toPrecision(3) : Math.round(number)) + names[power];
+}
+
+function elapsed(seconds) {         // 5400 -> '1h 30m'
+  const words = [];
+  let rest = Math.round(seconds);
+  for (const [name, size] of [['d', DAY], ['h', 3600], ['m', 60], ['s', 1]]) {
+    if (rest >= size) words.push(Math.floor(rest / size) + name);
+    rest %= size;
+  }
+  return words.slice(0, 2).join(' ') || '0s';
+}
+
+const isLimit = trace => trace.meta === 'limit';
+const peakOf = trace => trace.y.reduce((most, value) => Math.max(most, value), 0);
+const styleOf = (trace, place) => isLimit(trace) ? 'limit' : place < COLOURS ? 'c' + place : 'faint';
+
+function drawGrid(svg, top, seconds, unit, x, y) {
+  const scale = unit === 'B' ? 1024 ** Math.floor(Math.log2(top) / 10) : 1;
+  const least = top / scale / 5, tens = 10 ** Math.floor(Math.log10(least));
+  const step = scale * Math.max(unit ? 0 : 1, tens * [1, 2, 5, 10].find(factor => factor * tens >= least));
+  for (let value = 0; value <= top; value += step) {
+    add(svg, 'line', {class: 'grid', x1: LEFT, x2: RIGHT, y1: y(value), y2: y(value)});
+    add(svg, 'text', {x: LEFT - 8, y: y(value) + 4, 'text-anchor': 'end'}, value ? amount(value, unit) : '0');
+  }
+  const tick = TICKS.find(size => seconds / size <= 8) || Math.ceil(seconds / 8 / DAY) * DAY;
+  for (let time = 0; time <= seconds; time += tick) {
+    add(svg, 'line', {class: 'grid', x1: x(time), x2: x(time), y1: TOP, y2: LOW + 5});
+    add(svg, 'text', {x: Math.min(x(time), RIGHT - 6), y: LOW + 20, 'text-anchor': 'middle'}, elapsed(time));
+  }
+}
+
+function drawLines(svg, traces, unit, begin, seconds) {
+  const peak = Math.max(LEAST[unit], ...traces.filter(trace => !isLimit(trace)).map(peakOf));
+  // A limit far above everything would press the lines to the ground: only the key names it.
+  const shown = traces.filter(trace => !isLimit(trace) || peakOf(trace) <= 4 * peak);
+  const top = 1.08 * Math.max(peak, ...shown.map(peakOf)), spots = [];
+  const x = time => LEFT + time / seconds * (RIGHT - LEFT);
+  const y = value => LOW - Math.max(value, 0) / top * (LOW - TOP);
+  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${LOW + 34}`);
+  drawGrid(svg, top, seconds, unit, x, y);
+  for (const trace of shown.slice().reverse()) {        // the first lies above the others
+    const group = add(svg, 'g', {class: styleOf(trace, traces.indexOf(trace))}), parts = [[]];
+    trace.y.forEach((value, index) => {
+      if (value === null) return parts.push([]);
+      const time = Date.parse(trace.x[index]) / 1000 - begin, spot = [x(time), y(value)];
+      parts[parts.length - 1].push(spot);
+      spots.push([...spot, `${trace.label}: ${amount(value, unit)} after ${elapsed(time)}`]);
+    });
+    for (const part of parts) {
+      if (part.length === 1) add(group, 'circle', {cx: part[0][0], cy: part[0][1], r: 3});
+      else add(group, 'polyline', {points: part.map(spot => spot.map(place => place.toFixed(1))).join(' ')});
+    }
+  }
+  const dot = add(svg, 'circle', {class: 'tip'}), tip = add(svg, 'text', {class: 'tip'});
+  svg.onpointermove = event => {
+    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+    const far = spot => Math.hypot(spot[0] - at.x, spot[1] - at.y);
+    const [cx, cy, words] = spots.reduce((best, spot) => far(spot) < far(best) ? spot : best);
+    const place = {x: cx, y: Math.max(cy - 8, 12), 'text-anchor': cx > WIDTH / 2 ? 'end' : 'start'};
+    for (const [name, value] of Object.entries({cx, cy, r: 4})) dot.setAttribute(name, value);
+    for (const [name, value] of Object.entries(place)) tip.setAttribute(name, value);
+    tip.textContent = words;
+  };
+}
+
+function drawBars(svg, traces, unit) {
+  const limit = traces.find(isLimit), bars = traces.filter(trace => !isLimit(trace));
+  const names = bars[0].x.slice(0, BARS), high = 16 * bars.length + 6;
+  // With limits a bar is as long as its share of its limit, at most twice as long as that.
+  const part = (trace, row) => limit ? limit.y[row] && trace.y[row] / limit.y[row] : trace.y[row];
+  const parts = bars.flatMap(trace => names.map((_, row) => part(trace, row)));
+  const longest = limit ? Math.min(2, Math.max(1, ...parts)) : Math.max(1e-9, ...parts);
+  const x = part => BAR_LEFT + Math.min(part, longest) / longest * (BAR_RIGHT - BAR_LEFT);
+  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${high * names.length + 8}`);
+  if (limit) add(svg, 'line', {class: 'limit', x1: x(1), x2: x(1), y1: 0, y2: '100%'});
+  names.forEach((name, row) => bars.forEach((trace, place) => {
+    const y = 4 + high * row + 16 * place, value = trace.y[row], share = part(trace, row);
+    const most = limit && limit.y[row];     // of this job
+    const words = most ? ` of ${amount(most, unit)} (${Math.round(100 * share)}%)` : '';
+    const style = words && share > 1 ? 'over' : styleOf(trace, place);
+    const shown = name.length > 30 ? name.slice(0, 14) + '…' + name.slice(-15) : name;
+    if (!place) add(svg, 'text', {x: BAR_LEFT - 8, y: y + 12, 'text-anchor': 'end'}, shown);
+    add(svg, 'rect', {class: style, x: BAR_LEFT, y, width: x(share) - BAR_LEFT, height: 15});
+    if (value !== null) add(svg, 'text', {x: x(share) + 6, y: y + 12}, amount(value, unit) + words);
+  }));
+}
+
+function drawFigure(figure, element) {
+  const {title, ...layout} = figure.layout, lines = figure.data.filter(trace => trace.type === 'scatter');
+  const ends = lines.flatMap(({x}) => x.length ? [x[0], x[x.length - 1]] : []).map(Date.parse);
+  const begin = Math.min(...ends) / 1000, seconds = Math.max(1, Math.max(...ends) / 1000 - begin);
+  add(element, 'h1', {}, title.text);
+  add(element, 'p', {}, title.subtitle.text);
+  for (const id of new Set(figure.data.map(trace => trace.yaxis))) {
+    const axis = layout[id.replace('y', 'yaxis')], words = axis.title.text, unit = axis.ticksuffix;
+    const traces = figure.data.filter(trace => trace.yaxis === id).map(
+      trace => ({...trace, label: trace.name.replace(words + ': ', '')}));
+    const isTimes = traces[0].type === 'scatter', count = traces[0].x.length;
+    add(element, 'h2', {}, isTimes || count <= BARS ? words : `${words} (the first ${BARS} of ${count})`);
+    const svg = add(element, 'svg', {role: 'img', 'aria-label': words});
+    if (isTimes) drawLines(svg, traces, unit, begin, seconds);
+    else drawBars(svg, traces, unit);
+    const named = traces.filter((trace, place) => place < COLOURS || isLimit(trace));
+    for (const trace of named.length > 1 ? named : []) {
+      const key = add(element, 'span', {class: 'key'});
+      add(key, 'i', {class: styleOf(trace, traces.indexOf(trace))});
+      key.append(trace.label + (isTimes && !isLimit(trace) ? `: peak ${amount(peakOf(trace), unit)}` : ''));
+    }
+    if (traces.length > named.length)
+      add(element, 'span', {class: 'key'}, `and ${traces.length - named.length} more`);
+  }
+}
+
+function showPage(page) {
+  document.title = page.layout.title.text;
+  drawFigure(page, document.body);
+  const table = add(document.body, 'table');
+  for (const row of page.table) {
+    const line = add(table, 'tr');
+    for (const {text, href, is_over} of row) {
+      const cell = add(line, 'td', is_over ? {class: 'over'} : {});
+      if (href) add(cell, 'a', {href}, text);
+      else cell.textContent = text;
+    }
+  }
+}
+</script></head>
+<body><noscript>This page draws with JavaScript, which this browser does not run.</noscript>
+"""
+
+
+class Page(Row):
+    """A figure, and what is its page's alone: rows of a table."""
+    name: str
+    figure: Figure
+    table: Sequence[Sequence[Dict[str, Any]]] = ()
 
 
 def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limits,
@@ -25955,27 +25843,33 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limit
     One job's samples are in memory at a time. `name_of` gives the file of a page.
     """
     homes: Dict[int, List[SeriesFile]] = {}
-    names: Dict[int, List[Tuple[str, float]]] = {}
+    names: Dict[int, List[Tuple[float, str]]] = {}
     for file in files:
         for number, known in file.job_names().items():
             names.setdefault(number, []).append(known)
         for number in file.job_ids():
             homes.setdefault(number, []).append(file)
-    peaks, highest = [], [HighestLines('cpu'), HighestLines('memory')]
+    jobs, lines = [], {'cpu': [], 'memory': []}     # type: List[JobPeaks], Dict[str, List[Any]]
     for number in sorted(set(homes).intersection(wanted) if wanted else homes):
-        samples = [(file.label, file.job_samples(number)) for file in homes[number]]
-        name, peak_bytes = max(names.get(number, [(f'job {number}', 0.0)]), key=operator.itemgetter(1))
-        series = JobSeries(number, name, [pair for pair in samples if pair[1]], peak_bytes)
-        if series.samples:
-            yield job_page(series, limits.get(number, {}))
-            peaks.append(peaks_of(series, limits.get(number, {})))
-            for lines in highest:
-                lines.add(series)
-    if len(peaks) > 1:
-        yield from (lines.page() for lines in highest)
-    if peaks:
-        yield summary_page(peaks, name_of)
-    yield from node_pages(files)
+        series = [(file.label, file.job_samples(number)) for file in homes[number]]
+        series = [(label, samples) for label, samples in series if samples]
+        if not series:
+            continue
+        job = peaks_of(number, max(names.get(number, [(0.0, f'job {number}')])), series,
+                       limits.get(number, {}))
+        jobs.append(job)
+        yield Page(f'job_{number}', job_figure(job, series))
+        samples = sorted(itertools.chain.from_iterable(found for _, found in series),
+                         key=operator.itemgetter(0))
+        for axis, traces in lines.items():
+            traces += lines_of(axis, [(job.name, samples)])
+            if len(traces) > 2 * LINES_DRAWN:   # there may be too many to keep them
+                traces[:] = highest_of(traces)
+    if len(jobs) > 1:
+        yield from (Page(f'{axis}_all_jobs', all_jobs_figure(axis, lines[axis], len(jobs))) for axis in lines)
+    if jobs:
+        yield Page('summary', summary_figure(jobs), summary_table(jobs, name_of))
+    yield from (Page(name, figure) for name, figure in node_figures(files))
 
 
 def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: str = 'html',
@@ -25989,7 +25883,10 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
         files = [stack.enter_context(contextlib.closing(SeriesFile(path))) for path in paths]
         os.makedirs(directory, exist_ok=True)
         for page in make_pages(files, wanted, limits or {}, name_of):
-            text = page.html if form == 'html' else format_json(page.figure) + '\n'
+            text = format_json(page.figure) + '\n'
+            if form == 'html':
+                data = format_json(dict(page.figure, table=page.table)).replace('<', '\\u003c')
+                text = f'{PLOT_PAGE}<script>showPage({data});</script>\n'
             path = os.path.join(directory, name_of(page.name))
             with open(path, 'wb') as file:
                 file.write(text.encode('utf-8', 'replace'))
