@@ -107,6 +107,7 @@ Licence: BSD 3-Clause, see LICENSE.
 
 # ======== 0. Head: imports and version ========
 
+import argparse
 import base64
 import bisect
 import codecs
@@ -32301,11 +32302,8 @@ def format_topic(topic: str) -> str:
 # COMMANDS is the one place that knows which commands there are: the parser, the manual, README's
 # reference and the tests read it.
 #
-# The parser is ours, for argparse can't do what is promised here: options of all commands before
-# and after the command, the command's own short option winning there; words and options in any
-# order; the same on every Python (without abbreviations, argparse of 3.6 no longer knows -p5);
-# each mistake reported with the nearest right word. It starts faster, too. main() is where
-# errors become messages and exit codes: nothing below it ends the program.
+# argparse reads the options of the chosen command, and those of all: of two with one name the command's own.
+# main() is where errors become messages and exit codes: nothing below it ends the program.
 
 # -------- commands --------
 
@@ -33046,7 +33044,6 @@ KEEPER_CALLS = {'start_server': start_embedded_server, 'end_steps': end_steps}
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
-NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 PLANNED = ('config', 'tui', 'workflows export', 'workflows import', 'ro-crate', 'monitor-node',
            'completions', 'self')       # commands of Torc that are not there yet
 
@@ -33058,156 +33055,147 @@ class Parsed(Row):
     options: Arguments          # of all commands
 
 
-def is_option(word: str) -> bool:
-    """Whether a word is an option: not '-' alone (stdin), nor a negative number."""
-    return word.startswith('-') and word != '-' and not NEGATIVE_NUMBER.match(word)
-
-
-def option_table(arguments: Sequence[Argument]) -> Dict[str, Argument]:
-    """Each spelling of each option."""
-    return {name: argument for argument in arguments for name in argument.names.split()
-            if name.startswith('-')}
-
-
 def parse_command_line(words: Sequence[str]) -> Parsed:
     """Words after the program's name -> what is to be done. BadInput for what is not understood."""
-    # What follows a -- is the words of `exec`, whatever they look like (POSIX utility syntax, guideline 10).
+    # What follows a -- is no option, whatever it looks like (POSIX utility syntax, guideline 10).
     words, rest = list(words), []
     if '--' in words:
         position = words.index('--')
         words, rest = words[:position], words[position + 1:]
     options = {key_of(argument): argument.default for argument in GLOBAL_ARGUMENTS}
-    queue = collections.deque(words)
-    positional = read_words(queue, option_table(GLOBAL_ARGUMENTS), options, 1)
-    if not positional:
+    words = read_options(GLOBAL_ARGUMENTS, words, options, True)
+    if not words:
         return Parsed(None, {}, options)
-    if positional[0] in GROUPS and len(queue) == 1 and queue[0] in ('-h', '--help'):
-        return Parsed(COMMANDS_BY_NAME['help'], {'topic': positional}, options)
-    command = find_command(positional[0], queue, options)
+    if words[0] in GROUPS and words[1:] in (['-h'], ['--help']):
+        return Parsed(COMMANDS_BY_NAME['help'], {'topic': words[:1]}, options)
+    command, words = find_command(words, options)
     args = {key_of(argument): argument.default for argument in command.arguments}
     found = {}      # type: Arguments
-    table = dict(option_table(GLOBAL_ARGUMENTS), **option_table(command.arguments))
+    takes_rest = [argument.count for argument in command.arguments[-1:]] == ['--']
+    words = read_options((*GLOBAL_ARGUMENTS, *command.arguments), words, found, takes_rest)
+    if found.get('help'):
+        return Parsed(command, args, dict(options, help=True))
     try:
-        takes_rest = [argument.count for argument in command.arguments[-1:]] == ['--']
-        positional = read_words(queue, table, found, 1 if takes_rest else math.inf)
-        if found.get('help'):
-            return Parsed(command, args, dict(options, help=True))
-        assign_positional(command, positional + list(queue), rest, found)
+        assign_words(command, words, rest, found)
     except ValueError as error:
         raise BadInput(f'{error}; usage: {program_name()} {format_usage(command)}') from None
     args.update((key, value) for key, value in found.items() if key in args)
-    options.update((key, value) for key, value in found.items() if key in options and key not in args)
-    options['no_prompts'] = options['no_prompts'] or bool(found.get('no_prompts'))
+    options.update((key, value) for key, value in found.items() if key not in args)
     return Parsed(command, args, options)
 
 
-def find_command(first: str, queue: Any, options: Arguments) -> Command:
-    """The row that the first word, or the first two, name."""
-    if queue and f'{first} {queue[0]}' in COMMANDS_BY_NAME:     # `logs bundle`, beside `logs`
-        return COMMANDS_BY_NAME[f'{first} {queue.popleft()}']
+def find_command(words: List[str], options: Arguments) -> Tuple[Command, List[str]]:
+    """The row that the first word, or the first two, name, and the words after these."""
+    first, *rest = words
+    if rest and f'{first} {rest[0]}' in COMMANDS_BY_NAME:       # `logs bundle`, beside `logs`
+        return COMMANDS_BY_NAME[f'{first} {rest[0]}'], rest[1:]
     if first in COMMANDS_BY_NAME:
-        return COMMANDS_BY_NAME[first]
-    for name in (first, ' '.join([first, *list(queue)[:1]])):
+        return COMMANDS_BY_NAME[first], rest
+    for name in (first, ' '.join(words[:2])):
         if name in PLANNED:
             raise BadInput(f'`{name}` is a command of Torc that torc.py {__version__} does not have yet')
     if first not in GROUPS:
         near = did_you_mean(first, [*COMMANDS_BY_NAME, *GROUPS])
-        raise BadInput(printable(f'there is no command {first!r}{near} (see: {program_name()} help)'))
-    second = read_words(queue, option_table(GLOBAL_ARGUMENTS), options, 1)
-    if second and f'{first} {second[0]}' in COMMANDS_BY_NAME:
-        return COMMANDS_BY_NAME[f'{first} {second[0]}']
+        raise BadInput(f'there is no command {first!r}{near} (see: {program_name()} help)')
+    rest = read_options(GLOBAL_ARGUMENTS, rest, options, True)
+    if rest and f'{first} {rest[0]}' in COMMANDS_BY_NAME:
+        return COMMANDS_BY_NAME[f'{first} {rest[0]}'], rest[1:]
     verbs = verbs_of(first)
-    if not second:
+    if not rest:
         raise BadInput(f"`{first}` requires one of: {', '.join(verbs)}")
-    near, known = did_you_mean(second[0], verbs), ', '.join(verbs)
-    raise BadInput(printable(f"there is no command '{first} {second[0]}'{near} ({first} has: {known})"))
+    near, known = did_you_mean(rest[0], verbs), ', '.join(verbs)
+    raise BadInput(f"there is no command '{first} {rest[0]}'{near} ({first} has: {known})")
 
 
-def read_words(queue: Any, table: Dict[str, Argument], found: Arguments,
-               limit: float = math.inf) -> List[str]:
-    """Take words off the queue until there are `limit` arguments, which it returns; options into `found`."""
-    positional = []       # type: List[str]
-    while queue and len(positional) < limit:
-        word = queue.popleft()
-        if is_option(word):
-            read_option_word(word, queue, table, found)
-        else:
-            positional.append(word)
-    return positional
+def read_options(arguments: Sequence[Argument], words: Sequence[str], found: Arguments,
+                 until_word: bool) -> List[str]:
+    """Put the values of options into `found`, and return the other words; perhaps all from the first on."""
+    options = [argument for argument in arguments if argument.names.startswith('-')]
+    parser = option_parser(options)
+    if until_word:
+        parser.add_argument('words', nargs=argparse.PARSER).required = False
+    given_options, others = parser.parse_known_args(words)
+    found.update(vars(given_options))
+    for word in others:
+        if word.startswith('-') and word != '-' and not re.match(r'-[0-9]+\Z', word):   # stdin, and -9
+            name = word.partition('=')[0] if word.startswith('--') else word[:2]
+            near = did_you_mean(name, ' '.join(argument.names for argument in options).split())
+            raise BadInput(f'unknown option {name}{near}')
+    for argument in options:
+        if argument.count in '*+' and found.get(key_of(argument)):
+            found[key_of(argument)] = list(flat(found[key_of(argument)]))
+    return others + found.pop('words', [])
 
 
-def read_option_word(word: str, queue: Any, table: Dict[str, Argument], found: Arguments) -> None:
-    """One option with its value: --name value, --name=value, -n value, -nvalue, or flags such as -ar."""
-    if word.startswith('--'):
-        name, equals, value = word.partition('=')
+def flat(value: Any) -> Iterator[Any]:
+    """Values in lists of lists."""
+    if isinstance(value, list):
+        for part in value:
+            yield from flat(part)
     else:
-        name, equals, value = word[:2], word[2:], word[2:]
-    argument = table.get(name)
-    if argument is None:
-        raise BadInput(printable(f'unknown option {name}{did_you_mean(name, table)}'))
-    if argument.value:
-        values = [value] if equals else take_values(name, argument, queue)
-        for text in values:
-            store_value(argument, name, text, found)
-    elif equals and word.startswith('--'):
-        raise BadInput(f'{name} takes no value')
-    else:
-        found[key_of(argument)] = True
-        if value:
-            read_option_word('-' + value, queue, table, found)
+        yield value
 
 
-def take_values(name: str, argument: Argument, queue: Any) -> List[str]:
-    """The word after an option; for those that take several, all words up to the next option."""
-    # Negative numbers are values, not options (is_option): `--return-code -9`.
-    values = []
-    while queue and not is_option(queue[0]) and (not values or argument.count == '+'):
-        values.append(queue.popleft())
-    if not values and queue and argument.parse is str and argument.count != '+':
-        values.append(queue.popleft())      # a command may begin with a dash
-    if not values:
-        raise BadInput(f'{name} requires a value: {name} {argument.value}')
-    return values
+def option_parser(options: Sequence[Argument]) -> Any:
+    """Reads options; of two that have the same name the later one."""
+    # Without abbreviations, Python before 3.8 would not know -p5.
+    parser = argparse.ArgumentParser(program_name(), '', argument_default=argparse.SUPPRESS, add_help=False,
+                                     conflict_handler='resolve', allow_abbrev=sys.version_info < (3, 8))
+    parser.error = refuse_option
+    for option in options:
+        form = {'action': 'store_true'}    # type: Dict[str, Any]
+        if option.value:
+            form = {'type': option_type(option.parse), 'nargs': '+' if option.count == '+' else None,
+                    'action': 'append' if option.count in '*+' else 'store'}
+        parser.add_argument(*option.names.split(), dest=key_of(option), **form)
+    return parser
 
 
-def store_value(argument: Argument, name: str, text: str, found: Arguments) -> None:
-    """A value under its key; what may stand several times is collected in a list."""
-    try:
-        value = argument.parse(text)
-    except ValueError as error:
-        raise BadInput(printable(f'{name}: {error}')) from None
-    key = key_of(argument)
-    if argument.count in '*+':
-        found.setdefault(key, []).extend(value if isinstance(value, list) else [value])
-    else:
-        found[key] = value
+def option_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser of values whose errors argparse reports in their words."""
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return read
 
 
-def assign_positional(command: Command, positional: List[str], rest: List[str], found: Arguments) -> None:
-    """Assign positional words to arguments, in their order. ValueError."""
+def refuse_option(message: str) -> None:
+    """What argparse does not understand, such as 'argument -a/--account: expected one argument'."""
+    names, _, text = re.sub(r'\Aargument ', '', message).partition(': ')
+    if text.startswith('expected'):
+        text = f"a value is missing; one that begins with a dash is written {names.split('/')[-1]}=VALUE"
+    raise BadInput(f"{names}: {text.replace('ignored explicit argument', 'takes no value, so not')}")
+
+
+def assign_words(command: Command, words: List[str], rest: List[str], found: Arguments) -> None:
+    """Assign words to arguments, in their order, and what followed a --. ValueError."""
+    takes_rest = [argument.count for argument in command.arguments[-1:]] == ['--']
+    words = words if takes_rest else words + rest
     for argument in command.arguments:
         key = key_of(argument)
         if argument.names.startswith('-'):
             if argument.count == '!' and key not in found:
                 raise ValueError(f'{argument.names.split()[-1]} {argument.value} is missing')
         elif argument.count == '--':
-            found[key], rest = rest, []
+            found[key] = rest
         else:
             least, most = WORDS_OF_COUNT[argument.count]
-            count = int(min(most, len(positional)))
-            taken, positional = positional[:count], positional[count:]
+            count = int(min(most, len(words)))
+            taken, words = words[:count], words[count:]
             if len(taken) < least:
                 raise ValueError(f'{argument.names} is missing')
             values = [argument.parse(word) for word in taken]
             found[key] = values if most > 1 else values[0] if values else None
-    if positional and command.arguments and command.arguments[-1].count == '--':
-        word = printable(positional[0])
-        is_spec = os.path.splitext(word)[1].lower() in FORMATS
-        raise ValueError(f'{word!r} is a workflow file: run it with `torc.py run {word}`' if is_spec else
-                         f'{word!r} is no option: give a command with -c, as one word, or after --: '
-                         f"exec -- {printable(' '.join(map(shlex.quote, positional)))}")
-    if positional or rest:
-        raise ValueError(f'{printable((positional + rest)[0])!r} is an unexpected argument')
+    if words and takes_rest:
+        first = words[0]
+        if os.path.splitext(first)[1].lower() in FORMATS:
+            raise ValueError(f'{first!r} is a workflow file: run it with `{program_name()} run {first}`')
+        raise ValueError(f'{first!r} is no option: give a command with -c, as one word, or after --: '
+                         f"exec -- {' '.join(map(shlex.quote, words))}")
+    if words:
+        raise ValueError(f'{words[0]!r} is an unexpected argument')
 
 
 # -------- error handling --------
