@@ -13376,8 +13376,8 @@ class BatchScriptTest(unittest.TestCase):
                                      ('../ä', None, 'wf7_a12'), ('n' * 200, None, 'n' * 40 + '_wf7_a12')):
             found = self.options(None, {'name': name}, {'prefix': prefix})['job-name']
             self.assertEqual((wanted, wanted[:-7]), (found, torc.NAMED_JOB.match(found).group(1)))
-        chain = self.submission({'serialize_allocations': True}, {'slurm_defaults': {'dependency': 'afterok:1'}}, {'num_allocations': 50})
-        for item, wanted in ((chain, 'torc-wf7-sched3-abcdef'), (chain._replace(database_id='fedcba' * 6), 'torc-wf7-sched3-fedcba')):
+        chain = self.submission({'serialize_allocations': True}, {'name': 'sweep', 'slurm_defaults': {'dependency': 'afterok:1'}}, {'num_allocations': 50})
+        for item, wanted in ((chain, 'sweep_wf7_s3_abcdef'), (chain._replace(database_id='fedcba' * 6), 'sweep_wf7_s3_fedcba')):
             self.assertLessEqual({f'--job-name={wanted}', '--dependency=singleton'}, set(torc.batch_words(item, self.WHOLE)))
         self.assertNotIn('--startup-delay-seconds', torc.runner_words(chain, self.CALLER))      # one at a time
 
@@ -13817,7 +13817,11 @@ class JournalTest(WorldTest):
         os.symlink(self.world.path(names[0]), self.world.path('offline_results_wf1_r1_k.db'))
         os.mkfifo(self.world.path('offline_results_wf1_r1_p.db'))
         os.symlink('..', self.world.path('a/up'))
-        self.assertEqual((sorted(map(self.world.path, names)), []), torc.find_journals(self.world.directory, 1, 1))
+        os.symlink(self.world.path('a'), self.world.path('b/offline_journal'))
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual(sorted(map(self.world.path, names)), found)
+        where = f"is a link, and not followed: to take in what is there, `workflows reconcile` with --base-dir {shlex.quote(os.path.realpath(self.world.path('a')))}"
+        self.assertEqual([f"{self.world.path(name)} {where}" for name in ('b/offline_journal', 'offline_results_wf1_r1_k.db')], problems)
         gone = self.world.path('gone')
         self.assertEqual(([], [f'{gone} cannot be searched: No such file or directory']), torc.find_journals(gone, 1, 1))
 
@@ -20024,6 +20028,30 @@ class SubmitTest(SubmitCase):
         self.assertIn('Submitted 1 allocations of workflow 1: 102\n', done.out)
         self.assertExit(1, self.world.main('submit', 1, env=env), 'none of its actions is due')
 
+    def test_after_a_cancel_each_command_says_how_to_go_on_and_that_works(self):
+        env = {'NREL_CLUSTER': 'kestrel'}
+        self.assertExit(0, self.world.main('submit', 'w.yaml'))
+        go_on = 'go on with what it left undone: torc.py workflows reset-status 1 --failed-only -r; torc.py submit 1\n'
+        self.assertIn(go_on, self.text('cancel 1 --no-prompts'))
+        for words in ('submit 1', 'slurm regenerate 1', 'slurm regenerate 1 --submit', 'slurm schedule-nodes 1'):
+            self.assertExit(4, self.world.main(*words.split()), f'workflow 1 was canceled; to {go_on}')
+        self.assertExit(4, self.world.main('recover', 1, '--no-prompts'), go_on.partition(':')[2])
+        for command in go_on.partition(': torc.py ')[2].split('; torc.py '):
+            self.assertExit(0, self.world.main(*command.split(), *['--no-prompts'] * ('-r' in command), env=env))
+        self.assertEqual(['canceled', 'canceled', 'pending'], [status for _, status in self.records()])
+
+    def test_a_walltime_in_which_no_job_would_start_is_warned_of_and_not_submitted(self):
+        for config, walltime, message in (
+                ('srun_termination_signal: TERM@35', '00:02:35', 'less than 155 s are left of the 00:02:35 of {}: allow more time, or lower '
+                 'sigkill_headroom_seconds and the time of srun_termination_signal (95 s in all)'),
+                ('mode: direct, sigterm_lead_seconds: 40', '00:01:40', 'less than 100 s are left of the 00:01:40 of {}: allow more time, or lower '
+                 'sigkill_headroom_seconds and sigterm_lead_seconds (100 s in all)'), ('mode: direct, sigterm_lead_seconds: 40', '00:01:41', '')):
+            self.world.write('w.yaml', f'execution_config: {{{config}}}\n' + SUBMITTED.replace('00:10:00', walltime))
+            made, done = self.world.main('create', 'w.yaml'), self.world.main('submit', 'w.yaml')
+            self.assertEqual((0, 2 if message else 0), (made.code, done.code), str(done))
+            self.assertIn(message.format('its allocations'), made.err)
+            self.assertIn(message.format('scheduler s'), done.err)
+
     def test_without_an_action_or_without_slurm_nothing_is_created(self):
         self.world.write('plain.yaml', 'name: p\njobs: [{name: a, command: c}]\n')
         self.assertExit(4, self.world.main('submit', 'plain.yaml'), 'plain.yaml has no schedule_nodes action (on_workflow_start, '
@@ -20114,7 +20142,6 @@ class SubmitTest(SubmitCase):
         self.assertEqual(['canceled', 'canceled'], [status for _, status in self.records()])
         self.assertEqual([], self.json('cancel 1')['canceled_slurm_jobs'])
         self.assertEqual(2, len(self.fakes.calls('scancel')))
-        self.assertExit(4, self.world.main('submit', 1), 'workflow 1 was canceled; to go on')
 
     def test_a_copied_directory_cancels_no_allocation_of_the_original_and_a_moved_one_its_own(self):
         self.assertExit(0, self.world.main('submit', 'w.yaml'))
@@ -20164,7 +20191,7 @@ class SubmitTest(SubmitCase):
             self.assertIn(message, outcome.err)
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 'chain'))
         self.assertIn('--dependency=singleton', self.fakes.calls('sbatch')[-1].argv)
-        self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2-([0-9a-f]{6})\|torc:\1')
+        self.assertRegex(self.queue()[-1], r'\|w_wf1_s2_([0-9a-f]{6})\|torc:\1')
 
     def test_allocations_of_which_the_runner_will_use_one_node_are_warned_of(self):
         for config, more, is_warned in (('{mode: direct}', '', True), ('{mode: direct}', 'start_one_worker_per_node: true', False),
@@ -20814,7 +20841,7 @@ class ChainTest(SubmitCase):
                                                      (4, 'what', 60, 4), (10 ** 6, '01:00:00', 3600, 10000)):
             self.assertEqual(count, torc.count_links({}, num_jobs, walltime, runtime_s), (num_jobs, walltime, runtime_s))
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
-        self.assertEqual(['torc-wf1-sched1-'] * 4, [line.split('|')[2][:-6] for line in self.queue()])
+        self.assertEqual(['w_wf1_s1_'] * 4, [line.split('|')[2][:-6] for line in self.queue()])
 
     @slow
     def test_regenerate_adds_the_links_that_are_missing(self):
@@ -20825,7 +20852,7 @@ class ChainTest(SubmitCase):
         made = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')).json()
         self.assertEqual([(1, 's', 1, 10)], [tuple(row[key] for key in ('id', 'name', 'num_allocations', 'job_count'))
                                              for row in made['schedulers_created']])
-        self.assertEqual(['torc-wf1-sched1-'] * 4, [line.split('|')[2][:-6] for line in self.queue()])
+        self.assertEqual(['w_wf1_s1_'] * 4, [line.split('|')[2][:-6] for line in self.queue()])
 
     @slow
     def test_a_dependency_in_extra_is_warned_of(self):
@@ -21331,6 +21358,15 @@ class SyncStatusTest(CommandTest):
                          (found['slurm_jobs_failed'], found['failed_job_details'][0]['reason']))
         self.assertEqual({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, self.states())
 
+    def test_a_cancel_takes_away_the_node_of_a_runner_that_was_killed(self):
+        fakes = self.slurm(accounts=r'71|FAILED|0:9|%d|%d|me\n' % (time.time() - 900, os.getuid()))
+        fakes.write('scancel', 'echo "scancel: error: Kill job error on job id 71: Invalid job id specified" >&2; exit 1')
+        self.allocate(71)
+        self.begin(71)
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE compute_node SET lease_s = 0 WHERE id = 1'))
+        self.text('cancel 1 --no-prompts')
+        self.assertEqual([False], [node['is_active'] for node in self.json('compute-nodes list 1')['items']])
+
     def test_what_had_ended_in_an_allocation_that_was_preempted_is_not_ready_again(self):
         self.slurm(accounts=r'71|PREEMPTED|0:0|%d|%d|me\n' % (time.time() - 900, os.getuid()))
         self.allocate(71)
@@ -21673,7 +21709,7 @@ class RecoverTest(RecoverCase):
         self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed')
         self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
         self.assertExit(0, self.world.main('cancel', 1, '--no-prompts'))
-        self.assertExit(4, self.world.main('recover', 1), '7 were canceled, which `run --retry-failed` takes up')
+        self.assertExit(4, self.world.main('recover', 1), '7 were canceled; to go on with them: torc.py run 1 --retry-failed')
 
     def test_undecided_failures_are_named_and_an_agent_of_the_user_may_decide(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, 'no such luck'), 'slow': (3, 'pending_failed', 1.0, None),
@@ -25081,7 +25117,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33348
+TORC_LINES = 33402
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

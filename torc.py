@@ -2918,12 +2918,26 @@ def least_time(workflow: Dict[str, Any], whole_s: float, is_by_queue: bool, has_
     return max(by_queue_s * is_by_queue, step_s * (has_steps and config['mode'] != 'direct'))
 
 
-def refuse_late(workflow: Dict[str, Any], whole_s: float, is_by_queue: bool, whole: str) -> None:
-    """BadInput if a runner would start no job in all of its time, since its workflow states too much."""
-    least_s = least_time(workflow, whole_s, is_by_queue)
-    if whole_s <= least_s:
-        raise BadInput(f"{WAIT_REASONS['late'].format(whole, least_s)}: allow more time, or lower the "
-                       "workflow's compute_node_min_time_for_new_jobs_seconds")
+def explain_late(workflow: Dict[str, Any], whole_s: float, is_by_queue: bool, whole: str,
+                 in_allocation: bool = False) -> str:
+    """Why a runner would start no job in all of its time, and what helps; '' if it would."""
+    config, least_s = execution_settings(workflow), least_time(workflow, whole_s, is_by_queue, in_allocation)
+    cure = "the workflow's compute_node_min_time_for_new_jobs_seconds"
+    stop_s, field = early_lead(workflow), 'the time of srun_termination_signal'
+    if config['mode'] == 'direct':
+        stop_s, field = config['sigterm_lead_seconds'], 'sigterm_lead_seconds'
+    stop_s += config['sigkill_headroom_seconds']
+    if in_allocation and whole_s <= max(stop_s, least_time(workflow, whole_s, False, True)):
+        least_s, cure = max(stop_s, least_s), f'sigkill_headroom_seconds and {field} ({stop_s} s in all)'
+    return '' if whole_s > least_s else \
+        f"{WAIT_REASONS['late'].format(whole, least_s)}: allow more time, or lower {cure}"
+
+
+def refuse_late(workflow: Dict[str, Any], *args: Any) -> None:
+    """BadInput with what explain_late() says."""
+    reason = explain_late(workflow, *args)
+    if reason:
+        raise BadInput(reason)
 
 
 # ======== 5a. Documents: from a file to blocks of checked fields ========
@@ -4129,6 +4143,12 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
     schedulers = planner.workflow.get('slurm_schedulers')
     if not schedulers:
         return
+    for scheduler in schedulers:
+        walltime = scheduler.value('walltime')
+        late = explain_late(planner.workflow, parse_walltime(walltime), False,
+                            f'the {walltime} of its allocations', True)
+        if late:
+            scheduler.warn(late, 'walltime')
     first_jobs = {job.kind: index for index, job in reversed(list(enumerate(planner.jobs)))}
     for kind, (resources, _, scheduler, labels) in enumerate(planner.job_classes):
         if resources is not None and not labels:    # runners with labels are not in allocations
@@ -18292,15 +18312,17 @@ class Submission(Row):
     database_id: str
 
 
-def submission_name(submission: Submission) -> str:
-    """Name of an allocation's script, and of its Slurm job unless it belongs to a chain.
-
-    It begins with the workflow's name, unless a prefix was given: squeue shows little more than that.
-    """
+def name_in_queue(submission: Submission) -> str:
+    """'sweep_wf7': squeue shows little more of a name than how it begins. A prefix may replace 'sweep_'."""
     workflow = submission.workflow
     name = re.sub('[^A-Za-z0-9.+-]+', '_', workflow.get('name') or '')[:MAX_NAME_IN_QUEUE].strip('._-')
     prefix = submission.settings.get('prefix') or (f'{name}_' if name else '')
-    return f"{prefix}wf{workflow['id']}_a{submission.id}"
+    return f"{prefix}wf{workflow['id']}"
+
+
+def submission_name(submission: Submission) -> str:
+    """Name of an allocation's script, and of its Slurm job unless it belongs to a chain."""
+    return f'{name_in_queue(submission)}_a{submission.id}'
 
 
 def allocation_tag(database_id: str, workflow_id: int, record_id: int) -> str:
@@ -18320,7 +18342,7 @@ def job_name_of(submission: Submission) -> str:
     """
     scheduler = submission.scheduler
     if scheduler.get('serialize_allocations'):
-        return f"torc-wf{submission.workflow['id']}-sched{scheduler['id']}-{submission.database_id[:6]}"
+        return f"{name_in_queue(submission)}_s{scheduler['id']}_{submission.database_id[:6]}"
     return submission_name(submission)
 
 
@@ -19147,16 +19169,29 @@ LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose w
 
 
 def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
-    """Paths of the journals of a run below a directory, sorted; and which directories could not be searched.
+    """Paths of the journals of a run below a directory, sorted; and what could not be searched, in words.
 
-    Links are not followed: what they lead to is below the directory anyway, or somebody else's.
+    Links are not followed, which may lead to anything; those that lead to journals are named.
     """
     first, last = JOURNAL_NAME.format(workflow_id, run_id, '*').split('*')
-    errors = []     # type: List[OSError]
-    paths = (os.path.join(directory, name) for directory, _, names in os.walk(base_dir, onerror=errors.append)
-             for name in names if name.startswith(first) and name.endswith(last))
-    found = sorted(path for path in paths if os.path.isfile(path) and not os.path.islink(path))
-    return found, sorted(f'{error.filename} cannot be searched: {error.strerror}' for error in errors)
+    errors, found, passed_over = [], [], []     # type: List[OSError], List[str], List[str]
+    for directory, below, names in os.walk(base_dir, onerror=errors.append):
+        for path in (os.path.join(directory, name) for name in names
+                     if name.startswith(first) and name.endswith(last)):
+            (passed_over if os.path.islink(path) else found).append(path)
+        passed_over += [path for path in (os.path.join(directory, name) for name in below)
+                        if os.path.islink(path) and is_journal_place(path)]
+    places = {path: os.path.realpath(path) for path in passed_over}
+    problems = [f'{path} is a link, and not followed: to take in what is there, `workflows reconcile` with '
+                f'--base-dir {shlex.quote(place if os.path.isdir(place) else os.path.dirname(place))}'
+                for path, place in places.items()]
+    problems += [f'{error.filename} cannot be searched: {error.strerror}' for error in errors]
+    return sorted(filter(os.path.isfile, found)), sorted(problems)
+
+
+def is_journal_place(path: str) -> bool:
+    """Whether a directory is that of journals, or an output directory that has one."""
+    return os.path.basename(path) == JOURNAL_DIRECTORY or os.path.isdir(os.path.join(path, JOURNAL_DIRECTORY))
 
 
 def look_at_journal(path: str) -> List[Tuple[Any, ...]]:
@@ -27006,30 +27041,6 @@ def cmd_diagnose(session: Session, args: Arguments) -> int:
     return 0
 
 
-def cmd_cancel(session: Session, args: Arguments) -> int:
-    """Stop a workflow: what runs is stopped, what waits never starts."""
-    workflow_id = choose_workflow(session, args)
-    named = name_workflow(session, workflow_id)
-    if not session.confirm(f'Cancel {named}?'):
-        return 0
-    is_canceled = session.call('cancel_workflow', workflow_id=workflow_id)['is_canceled']
-    canceled, errors = cancel_allocations(session.client, workflow_id)
-    value = {'canceled_slurm_jobs': canceled, 'errors': errors or None, 'status': 'success',
-             'workflow_id': workflow_id}
-    if canceled:
-        session.inform(f"Canceled {counted(len(canceled), 'Slurm job')}: {first_of(canceled)}")
-    for error in errors:
-        session.report(f'torc: its allocations are not canceled, do so again: {error}')
-    now = command_line(session, 'run', workflow_id, '--retry-failed')
-    later = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
-    text = f'Canceled {named}. To go on with what it left undone: {now}\n(or {later}, and run it later)\n'
-    if not is_canceled:
-        value['message'] = f'Nothing to cancel: {named} is complete'
-        text = format_lines([value['message']])
-    session.answer(value, text)
-    return 1 if errors else 0
-
-
 def cmd_delete_workflows(session: Session, args: Arguments) -> int:
     """Delete workflows and everything that belongs to them, but no file on disk."""
     found, code = try_each(session, args['workflow_ids'],
@@ -28866,7 +28877,7 @@ def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], setting
     with contextlib.suppress(ValueError):       # sbatch says so
         walltime = scheduler.get('walltime') or ''
         refuse_late(workflow, parse_walltime(walltime), 'max_parallel_jobs' in settings,
-                    f"the {walltime} of scheduler {scheduler.get('name')}")
+                    f"the {walltime} of scheduler {scheduler.get('name')}", True)
     submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
                             AllocationNeeds(), '')
     format_batch_script(submission, batch_words(submission, UNKNOWN_PARTITION), Caller((), ''))
@@ -28886,6 +28897,20 @@ def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[s
         {'action_id': action['id']} for action in actions]})
 
 
+def go_on_with_canceled(session: Session, workflow_id: int) -> str:
+    """The commands that let a canceled workflow go on where it ran: here, or in allocations."""
+    if not session.items('list_scheduled_compute_nodes', 1, workflow_id=workflow_id):
+        return command_line(session, 'run', workflow_id, '--retry-failed')
+    reset = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
+    return f"{reset}; {command_line(session, 'submit', workflow_id)}"
+
+
+def refuse_canceled(session: Session, workflow_id: int) -> None:
+    """Refuse to submit for a workflow that was canceled: say how it goes on."""
+    raise Refused(f'workflow {workflow_id} was canceled; to go on with what it left undone: '
+                  + go_on_with_canceled(session, workflow_id))
+
+
 def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
                    is_forced: bool) -> None:
     """Make ready what is uninitialized; refuse what was canceled. `settings`: submission_settings()."""
@@ -28895,8 +28920,7 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[st
     if status['jobs_by_status']['uninitialized']:
         initialize_for_run(session, workflow, status, is_forced)
     elif status['is_canceled']:
-        reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
-        raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
+        refuse_canceled(session, number)
     warn_of_loopback(session)
     directory = workflow.get('submission_directory')
     if directory and os.path.isdir(directory) and not os.path.samefile(directory, settings['directory']):
@@ -29783,7 +29807,7 @@ def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
             'max_parallelism_level': widest, 'resource_groups': num_groups}
 
 
-# ======== 20f. Recovery commands: sync-status, reconcile, regenerate, submit, classify ========
+# ======== 20f. Recovery commands: sync-status, reconcile, regenerate, submit, cancel, classify ========
 #
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
@@ -30188,6 +30212,9 @@ def cmd_regenerate(session: Session, args: Arguments) -> int:
     if args['submit'] and not args['dry_run']:
         refuse_without_sbatch()
     workflow = session.workflow(choose_workflow(session, args))
+    status = session.call('get_workflow_status', workflow_id=workflow['id'])
+    if status['is_canceled']:
+        refuse_canceled(session, workflow['id'])
     options = RegenerateOptions(
         args['account'], args['profile'], args['partition'], args['walltime'], plan_options(args),
         args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
@@ -30298,6 +30325,33 @@ def read_planned(session: Session, args: Arguments) -> Plan:
     plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
                      args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
     return complete_plan(plan, bool(args['no_resource_monitoring']))    # no file makes this workflow again
+
+
+# -------- cancel --------
+
+def cmd_cancel(session: Session, args: Arguments) -> int:
+    """Stop a workflow: what runs is stopped, what waits never starts."""
+    workflow_id = choose_workflow(session, args)
+    named = name_workflow(session, workflow_id)
+    if not session.confirm(f'Cancel {named}?'):
+        return 0
+    is_canceled = session.call('cancel_workflow', workflow_id=workflow_id)['is_canceled']
+    canceled, errors = cancel_allocations(session.client, workflow_id)
+    if not errors and session.call('get_workflow_status', workflow_id=workflow_id)['active_compute_nodes']:
+        clean_up_allocations(session, workflow_id)      # nobody else says that a killed runner is gone
+    value = {'canceled_slurm_jobs': canceled, 'errors': errors or None, 'status': 'success',
+             'workflow_id': workflow_id}
+    if canceled:
+        session.inform(f"Canceled {counted(len(canceled), 'Slurm job')}: {first_of(canceled)}")
+    for error in errors:
+        session.report(f'torc: its allocations are not canceled, do so again: {error}')
+    go_on = go_on_with_canceled(session, workflow_id)
+    text = f'Canceled {named}. To go on with what it left undone: {go_on}\n'
+    if not is_canceled:
+        value['message'] = f'Nothing to cancel: {named} is complete'
+        text = format_lines([value['message']])
+    session.answer(value, text)
+    return 1 if errors else 0
 
 
 # -------- decisions about failures --------
@@ -30477,8 +30531,8 @@ class Recovery:
                           f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
         if not self.num_left:
             told = [f'{counts[key]} {words}' for key, words in (
-                ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled, which '
-                 '`run --retry-failed` takes up, and recover does not')) if counts[key]]
+                ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled; to go on with them: '
+                 + go_on_with_canceled(self.session, self.workflow_id))) if counts[key]]
             raise Refused('; '.join(['Cannot recover: no job failed', *told]))
 
     def diagnose(self) -> None:
