@@ -18664,7 +18664,7 @@ class AdminCommandTest(CommandTest):
         for typed, expected, code in (('n\n', 'one of each', 0), ('y\n', 'new', 0)):
             with self.world.inside(), contextlib.closing(self.session(typed)) as session:
                 args = {'sql': sql, 'write': True, 'allow_full_table': None, 'yes': None, 'limit': None}
-                self.assertEqual(code, torc.cmd_admin_sql(session, args))
+                self.assertEqual(code, session.present(torc.cmd_admin_sql(session, args)))
                 self.assertIn('1 rows would change', session.err.getvalue())
             self.assertEqual(expected, self.json('workflows get 1').get('description'))
         self.assertExit(0, self.world.main('--no-prompts', 'admin', 'sql', '--write', 'DELETE FROM event WHERE 0'), '0 rows changed')

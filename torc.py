@@ -25932,11 +25932,14 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
 
 # ======== 20. Commands: what they share, objects, administration ========
 #
-# A command is a function (session, args) that returns an exit code: cmd_NAME, or one that shows(),
-# lists() or changes() has made for a row that only carries out an operation. `args` holds exactly
-# the arguments of its row in COMMANDS under their keys, None for what was not given. Results go to
-# stdout through Session.answer and Session.show_list, in the requested format; everything else to
-# stderr through Session.report. Without a terminal nothing is asked: the error names the option.
+# A command is a function (session, args): cmd_NAME, or one that shows(), lists() or changes() has made for a
+# row that only carries out an operation. `args` holds exactly the arguments of its row in COMMANDS under their
+# keys, None for what was not given. It returns what it has found out or done, which main() has shown on stdout
+# in the requested format: an Answer, a Listing, or an object that is shown as a record; or an exit code, if it
+# has shown all itself. Everything else goes to stderr through Session.report. Without a terminal nothing is
+# asked: the error names the option.
+#
+# Texts are escaped where they leave: in Session.show, Session.report and Session.ask.
 #
 # Objects that differ in columns only (files, user data, requirements...) are rows of NOUNS, served
 # by cmd_list, cmd_get, cmd_create, cmd_update and cmd_delete. JSON has the keys of Torc 1.0, CSV its
@@ -25953,7 +25956,23 @@ RUNNER_COMMANDS = ('run', 'exec', 'slurm-job-runner')
 MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
 
 Arguments = Dict[str, Any]
-CommandFunction = Callable[[Any, Arguments], int]   # of a Session
+CommandFunction = Callable[[Any, Arguments], Any]   # of a Session
+
+
+class Answer(Row):
+    """What a command has found out or done."""
+    value: Any              # as JSON has it
+    text: Any = None        # for people: lines, or a text of escaped parts; None: the value as a record
+    style: Style = PLAIN    # of a text that was painted
+    code: int = 0           # exit code
+
+
+class Listing(Row):
+    """What a list command has found."""
+    headings: Sequence[Heading]
+    items: List[Dict[str, Any]]
+    what: str               # they are, such as 'jobs'
+    value: Any = None       # what stands in JSON where that is not {"items": items}
 
 
 class Session:
@@ -26134,19 +26153,29 @@ class Session:
         self.err.flush()
         return self.stdin.readline() or None
 
-    def answer(self, value: Any, text: str, style: Style = PLAIN) -> None:
-        """The result: as a JSON document, or the text for people."""
+    def present(self, found: Any) -> int:
+        """Show what a command has returned, in the requested format; its exit code."""
+        if found is None or isinstance(found, int):
+            return found or 0
+        if isinstance(found, Listing):
+            self.show_list(*found)
+            return 0
+        value, text, style, code = found if isinstance(found, Answer) else Answer(found)
         if self.format == 'json':
             self.show_json(value)
-        else:
+        elif isinstance(text, str):
             self.show(text, style)
+        else:
+            self.show(format_record(value) if text is None else format_lines(text))
+        return code
+
+    def answer(self, value: Any, text: str, style: Style = PLAIN) -> None:
+        """The result: as a JSON document, or the text for people."""
+        self.present(Answer(value, text, style))
 
     def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str,
                   value: Any = None) -> None:
-        """The result of a list command in the requested format. `what` names the items, such as 'jobs'.
-
-        `value` is what stands in JSON where that is not {"items": items}.
-        """
+        """A Listing in the requested format."""
         if self.format == 'csv':
             headings = [heading._replace(show=CSV_VALUES.get(heading.key, heading.show))
                         for heading in sorted(headings, key=lambda heading: heading.is_ours)]
@@ -26224,14 +26253,14 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     if not session.is_interactive:
         named = ', '.join(f"{item['id']} ({item['name']})" for item in own[-CANDIDATES_SHOWN:])
         more = f' and {len(own) - CANDIDATES_SHOWN} older ones' if len(own) > CANDIDATES_SHOWN else ''
-        raise BadInput(printable(f'a workflow id is required when there is no terminal: {named}{more}'))
+        raise BadInput(f'a workflow id is required when there is no terminal: {named}{more}')
     titles = ('ID', 'Name', 'Description', 'Created')
     rows = [(item['id'], item['name'], item.get('description'),
              format_local_time(item.get('timestamp'))) for item in own]
     session.report(*format_table(titles, rows, style_of(session.err, os.environ)).splitlines())
     word = session.ask('Workflow id: ')
     if word not in {str(item['id']) for item in own}:
-        raise BadInput(printable(f'{word!r} is not one of these ids'))
+        raise BadInput(f'{word!r} is not one of these ids')
     return int(word)
 
 
@@ -26313,7 +26342,7 @@ def read_input(session: Session, path: str) -> bytes:
         with open(path, 'rb') as file:
             return read_bounded(file)
     except OSError as error:
-        raise BadInput(printable(f'cannot read {path}: {error.strerror}')) from None
+        raise BadInput(f'cannot read {path}: {error.strerror}') from None
     except ValueError:
         raise BadInput('a path cannot hold a null character') from None
 
@@ -26357,49 +26386,44 @@ def find_group(session: Session, word: str) -> int:
     for group in groups:
         if group['name'] == word:
             return group['id']
-    raise NotFound(printable(f'there is no access group {word!r} that you may see; an id works, too'))
+    raise NotFound(f'there is no access group {word!r} that you may see; an id works, too')
 
 
 def shows(op: str, text: str = '') -> CommandFunction:
     """A command that shows the answer of an operation: as a record, or as a text with the answer's keys."""
-    def command(session: Session, args: Arguments) -> int:
+    def command(session: Session, args: Arguments) -> Answer:
         answer = session.call(op, **with_workflow(session, args))
         cells = {key: format_cell(value) for key, value in answer.items()}
-        session.answer(answer, format_lines([text.format(**cells)]) if text else format_record(answer))
-        return 0
+        return Answer(answer, [text.format(**cells)] if text else None)
     return command
 
 
 def shows_ids(op: str, key: str) -> CommandFunction:
     """A command that shows ids, a line each."""
-    def command(session: Session, args: Arguments) -> int:
+    def command(session: Session, args: Arguments) -> Answer:
         ids = session.call(op, **with_workflow(session, args))[key]
-        session.answer({key: ids}, format_lines(map(str, ids)) or 'None\n')
-        return 0
+        return Answer({key: ids}, list(map(str, ids)) or ['None'])
     return command
 
 
 def lists(op: str, columns: str, what: str, key: str = '') -> CommandFunction:
     """A command that lists the items of an operation: page by page, or, with a key for JSON, all at once."""
-    def command(session: Session, args: Arguments) -> int:
+    def command(session: Session, args: Arguments) -> Listing:
         query = with_workflow(session, args)
         items = session.call(op, **query) if key else session.items(op, **query)
-        session.show_list(headings_of(columns), items, what, {key: items} if key else None)
-        return 0
+        return Listing(headings_of(columns), items, what, {key: items} if key else None)
     return command
 
 
 def changes(op: str, text: str) -> CommandFunction:
     """A command that changes something, and says so in a sentence with the keys of answer and arguments."""
-    def command(session: Session, args: Arguments) -> int:
+    def command(session: Session, args: Arguments) -> Answer:
         args, in_path = dict(args, **with_workflow(session, args)), path_parameters(OPERATIONS[op])
         rest = {key: value for key, value in args.items() if key not in in_path}
         body = rest if OPERATIONS[op].body else None
         answer = session.call(op, body, **{key: args[key] for key in in_path})
-        is_removal = op.startswith('remove_')
-        session.answer({'success': True} if is_removal else answer,
-                       format_lines([text.format(**dict(answer, **args))]))
-        return 0
+        return Answer({'success': True} if op.startswith('remove_') else answer,
+                      [text.format(**dict(answer, **args))])
     return command
 
 
@@ -26409,13 +26433,13 @@ def deletes(op: str, what: str, text: str, keys: str) -> CommandFunction:
     `what` is deleted, `text` says that it was, `keys` are those of the JSON: of the answer, the arguments,
     and `deleted` and `message`.
     """
-    def command(session: Session, args: Arguments) -> int:
+    def command(session: Session, args: Arguments) -> Optional[Answer]:
         named = name_workflow(session, args['workflow_id'])
-        if session.confirm(f'Delete {what.format(**args)} of {named}?'):
-            known = dict(session.call(op, **args), **args, deleted=True)
-            known['message'] = text.format(**known)
-            session.answer({key: known[key] for key in keys.split()}, format_lines([known['message']]))
-        return 0
+        if not session.confirm(f'Delete {what.format(**args)} of {named}?'):
+            return None
+        known = dict(session.call(op, **args), **args, deleted=True)
+        known['message'] = text.format(**known)
+        return Answer({key: known[key] for key in keys.split()}, [known['message']])
     return command
 
 
@@ -26584,7 +26608,7 @@ def dated(event: Any) -> Any:
 
 
 def cmd_list(session: Session, args: Arguments,
-             complete: Callable[[Session, List[Dict[str, Any]]], None] = lambda *_: None) -> int:
+             complete: Callable[[Session, List[Dict[str, Any]]], None] = lambda *_: None) -> Listing:
     """Objects of a workflow; the other arguments are the list operation's own filters."""
     plural = group_of(session).replace('-', '_')
     query = given(args, 'workflow_id', 'exclude')
@@ -26595,8 +26619,7 @@ def cmd_list(session: Session, args: Arguments,
     excluded = {word.strip().lower() for words in args.get('exclude') or [] for word in words.split(',')}
     headings = [heading for heading in headings_of(noun_of(session).columns)
                 if heading.title.lower() not in excluded]
-    session.show_list(headings, items, plural.replace('_', ' '))
-    return 0
+    return Listing(headings, items, plural.replace('_', ' '))
 
 
 RELATIONS_SHOWN = 10    # names of each relation of a job
@@ -26609,15 +26632,13 @@ RELATIONS = (           # field of a job, its name in the text, the operation th
 )
 
 
-def cmd_jobs_get(session: Session, args: Arguments) -> int:
+def cmd_jobs_get(session: Session, args: Arguments) -> Answer:
     """One job, with why it failed or does not run; for people with names instead of ids, and times."""
     job = session.job(args['id'])
     reason = session.reason(job)
     results = session.items('list_results', limit=1, workflow_id=job['workflow_id'], job_id=job['id'])
-    if session.format == 'json':
-        more = {'reason': reason, 'result': results[0] if results else None}
-        session.show_json(dict(job, **{key: value for key, value in more.items() if value is not None}))
-        return 0
+    if session.format == 'json':    # without requests for names
+        return Answer(dict(job, **given({'reason': reason, 'result': results[0] if results else None})))
     record = {key: job[key] for key in ('id', 'workflow_id', 'name', 'command', 'status')}
     record['reason'] = reason
     record.update((key, value) for key, value in job.items() if key not in record and value != '')
@@ -26627,8 +26648,7 @@ def cmd_jobs_get(session: Session, args: Arguments) -> int:
         record[name] = first_of(shown + ids[RELATIONS_SHOWN:], RELATIONS_SHOWN) or None
     record['labels'] = ', '.join(job.get('labels') or ()) or None
     record.update(times_of(job, results))
-    session.show(format_record(record))
-    return 0
+    return Answer(record)
 
 
 def times_of(job: Dict[str, Any], results: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
@@ -26644,7 +26664,7 @@ def times_of(job: Dict[str, Any], results: Sequence[Dict[str, Any]]) -> Dict[str
 OUTCOMES_ASKED = 20     # results that are asked for one by one; for more of them the list of all is cheaper
 
 
-def cmd_jobs_list(session: Session, args: Arguments) -> int:
+def cmd_jobs_list(session: Session, args: Arguments) -> Listing:
     """Jobs of a workflow, with the return code and the run time of those that have ended."""
     return cmd_list(session, args, add_outcomes)
 
@@ -26672,37 +26692,29 @@ def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[
     return with_nulls(dated(session.call(op, body, id=number)), noun_of(session).keys)
 
 
-def cmd_get(session: Session, args: Arguments) -> int:
+def cmd_get(session: Session, args: Arguments) -> Answer:
     """One object."""
-    record = call_on(session, 'get', args['id'])
-    session.answer(record, format_record(record))
-    return 0
+    return Answer(call_on(session, 'get', args['id']))
 
 
-def cmd_create(session: Session, args: Arguments) -> int:
+def cmd_create(session: Session, args: Arguments) -> Answer:
     """A new object from the arguments that were given."""
-    body = with_workflow(session, args)
+    body, noun = with_workflow(session, args), noun_of(session)
     jobs = {key: body.pop(key) for key in ('consumer_job_id', 'producer_job_id') if key in body}
-    return answer_created(session, body, **jobs)
+    if noun.name == 'event':
+        body['timestamp'] = int(time.time() * 1000)     # the operation requires it
+    record = dated(session.call(f'create_{noun.name}', body, **jobs))
+    return Answer(record, [f"Created {noun.words} {record['id']}"])
 
 
-def answer_created(session: Session, body: Dict[str, Any], **params: Any) -> int:
-    """Make an object of the command's kind, and say its id."""
-    noun = noun_of(session)
-    record = dated(session.call(f'create_{noun.name}', body, **params))
-    session.answer(record, f"Created {noun.words} {record['id']}\n")
-    return 0
-
-
-def cmd_update(session: Session, args: Arguments) -> int:
+def cmd_update(session: Session, args: Arguments) -> Answer:
     """Changes of one object; what is not given stays."""
     changes = given(args, 'id')
     require_changes(session, changes)
     if noun_of(session).name == 'file':
         changes['st_mtime'] = call_on(session, 'get', args['id']).get('st_mtime')   # else it would have none
     record = call_on(session, 'update', args['id'], changes)
-    session.answer(record, f"Updated {noun_of(session).words} {args['id']}\n")
-    return 0
+    return Answer(record, [f"Updated {noun_of(session).words} {args['id']}"])
 
 
 def require_changes(session: Session, changes: Any) -> None:
@@ -26713,26 +26725,17 @@ def require_changes(session: Session, changes: Any) -> None:
         raise BadInput(f'nothing to change: give one of {options}')
 
 
-def cmd_delete(session: Session, args: Arguments) -> int:
+def cmd_delete(session: Session, args: Arguments) -> Answer:
     """Delete one object."""
     record = call_on(session, 'delete', args['id'])
-    session.answer(record, f"Deleted {noun_of(session).words} {args['id']}\n")
-    return 0
+    return Answer(record, [f"Deleted {noun_of(session).words} {args['id']}"])
 
 
-def cmd_create_event(session: Session, args: Arguments) -> int:
-    """A new event. The operation requires a time."""
-    now_ms = int(time.time() * 1000)
-    return answer_created(session, dict(with_workflow(session, args), data=args['data'], timestamp=now_ms))
-
-
-def cmd_latest_event(session: Session, args: Arguments) -> int:
+def cmd_latest_event(session: Session, args: Arguments) -> Answer:
     """The newest event of a workflow, or null."""
     found = session.items('list_events', limit=1, sort_by='timestamp', reverse_sort=True,
                           workflow_id=choose_workflow(session, args))
-    event = dated(found[0]) if found else None
-    session.answer(event, format_record(event) if event else 'No events found\n')
-    return 0
+    return Answer(dated(found[0])) if found else Answer(None, ['No events found'])
 
 
 def stream_values(session: Session, op: str, until: float = math.inf, **params: Any) -> Iterator[Any]:
@@ -26746,28 +26749,21 @@ def stream_values(session: Session, op: str, until: float = math.inf, **params: 
                        else 'torc: events were missed while the server was away')
 
 
-def cmd_monitor_events(session: Session, args: Arguments) -> int:
+def cmd_monitor_events(session: Session, args: Arguments) -> None:
     """What happens to a workflow from now on: one JSON document after the other, in the file one a line."""
     workflow_id = choose_workflow(session, args)
     until = math.inf if args['duration'] is None else time.monotonic() + args['duration'] * 60
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open_to_append(args['filename'])) if args['filename'] else None
+    try:
+        file = open(args['filename'] or os.devnull, 'a', encoding='utf-8')
+    except OSError as error:
+        raise BadInput(f"cannot write to {args['filename']}: {error.strerror}") from None
+    with file:
         for value in stream_values(session, 'stream_workflow_events', until, workflow_id=workflow_id,
                                    level=args['level']):
             session.show_json(value)
             session.out.flush()
-            if file is not None:
-                file.write(format_json_document(value, is_line=True))
-                file.flush()
-    return 0
-
-
-def open_to_append(path: str) -> Any:
-    """A text file to add to."""
-    try:
-        return open(path, 'a', encoding='utf-8')
-    except OSError as error:
-        raise BadInput(f'cannot write to {path}: {error.strerror}') from None
+            file.write(format_json_document(value, is_line=True))
+            file.flush()
 
 
 # -------- for administrators --------
@@ -26778,42 +26774,37 @@ STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in:1, B
                  '2xx=status_2xx, 4xx=status_4xx, 5xx=status_5xx, Other=status_other:2')
 
 
-def cmd_tail_api(session: Session, args: Arguments) -> int:
+def cmd_tail_api(session: Session, args: Arguments) -> None:
     """Requests as the server answers them, one JSON line each."""
     for value in stream_values(session, 'stream_api_events', include_bodies=bool(args['include_bodies'])):
         session.show_json(value, True)
-    return 0
 
 
-def cmd_api_stats(session: Session, args: Arguments) -> int:
+def cmd_api_stats(session: Session, args: Arguments) -> Listing:
     """Requests and bytes of the last minutes."""
     answer = session.call('get_api_stats', window_seconds=args['window'], interval_seconds=args['interval'])
     busy = [dict(bucket, start_ms=format_time(bucket['start_ms'] / 1000)) for bucket in answer['buckets']
             if any(list(bucket.values())[:-1])]
-    session.show_list(headings_of(STATS_COLUMNS), busy, 'steps with requests', answer)
-    return 0
+    return Listing(headings_of(STATS_COLUMNS), busy, 'steps with requests', answer)
 
 
-def cmd_list_audit_log(session: Session, args: Arguments) -> int:
+def cmd_list_audit_log(session: Session, args: Arguments) -> Listing:
     """What administrators changed with SQL."""
     answer = session.call('list_admin_audit_log', **given(args))
     entries = [dict(item, timestamp=format_time(item['timestamp'] / 1000)) for item in answer['items']]
-    session.show_list(headings_of(AUDIT_COLUMNS), entries, 'entries', answer)
-    return 0
+    return Listing(headings_of(AUDIT_COLUMNS), entries, 'entries', answer)
 
 
-def cmd_admin_sql(session: Session, args: Arguments) -> int:
+def cmd_admin_sql(session: Session, args: Arguments) -> Any:
     """One SQL statement on the server's database."""
     body = given(args, 'yes')
     if args['write'] and not (args['yes'] or session.options['no_prompts'] or confirm_sql(session, body)):
-        return 0
+        return None
     answer = session.call('admin_sql', body)
-    if answer['columns'] or session.format != 'table':
+    if answer['columns'] or session.format == 'csv':
         headings = [Heading(name, '', lambda row, name=name: row[name]) for name in answer['columns']]
-        session.show_list(headings, answer['items'], 'rows', answer)
-    if answer.get('rows_affected') is not None and session.format == 'table':
-        session.show(f"{counted(answer['rows_affected'], 'row')} changed\n")
-    return 0
+        return Listing(headings, answer['items'], 'rows', answer)
+    return Answer(answer, [f"{counted(answer['rows_affected'], 'row')} changed"])
 
 
 def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
@@ -32010,7 +32001,7 @@ class Argument(Row):
 class Command(Row):
     """One command. Its JSON and CSV are described in README."""
     name: str
-    run: Callable[[Session, Arguments], int]
+    run: CommandFunction
     help: str
     arguments: Sequence[Argument]
     example: str
@@ -32775,7 +32766,7 @@ COMMANDS = (
     Command('results get', cmd_get, 'show a result', (ID,), 'results get 1'),
     Command('results delete', cmd_delete, 'delete a result', (ID,), 'results delete 1'),
 
-    Command('events create', cmd_create_event, 'add an event', (
+    Command('events create', cmd_create, 'add an event', (
         ASKED_WF, Argument('-d --data', 'JSON', 'what happened', parse_json, '!')),
         """events create 1 -d '{"category": "note"}'"""),
     Command('events list', cmd_list, 'list events', (
@@ -33278,7 +33269,7 @@ def run_command(parsed: Parsed, session: Session) -> int:
         doubts.insert(0, error.message)
     for doubt in doubts:
         session.report(f'warning: {doubt}')
-    return parsed.command.run(session, parsed.args)
+    return session.present(parsed.command.run(session, parsed.args))
 
 
 def ineffective_arguments(command: Command, args: Arguments) -> Iterator[str]:
