@@ -18338,6 +18338,20 @@ class CommandTest(WorldTest):
         """A command's text."""
         return self.assertExit(code, self.world.main(*shlex.split(line))).out
 
+    def typed(self, lines: str, *argv: Any) -> Tuple[int, str]:
+        """A command on a terminal, at which these lines are typed one after the other; its exit code, and what was shown."""
+        ours, theirs = os.openpty()
+        process = subprocess.Popen([*World.command(argv)], cwd=self.world.directory, stdin=theirs, stdout=theirs, stderr=theirs,
+                                   env=dict(self.world.environment, COLUMNS='200'), start_new_session=True)
+        os.close(theirs)
+        said = b''
+        with contextlib.closing(open(ours, 'r+b', buffering=0)):
+            os.write(ours, lines.encode())
+            with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
+                while True:
+                    said += os.read(ours, 10000)
+        return process.wait(20), said.decode()
+
 
 class RecordedJsonTest(CommandTest):
     """Scripts written for Torc 1.0 find its keys and columns."""
@@ -18453,11 +18467,17 @@ class WhichWorkflowTest(CommandTest):
         self.assertEqual(1, len(self.json('workflows list')['items']))
         self.assertEqual(5, len(self.json('jobs list 1')['items']))
 
-    def test_no_is_the_answer_unless_yes_is_typed(self):
-        for typed, expected in (('y\n', True), ('YES\n', True), ('n\n', False), ('\n', False), ('', False)):
-            self.assertEqual(expected, self.session(typed).confirm('Sure?'), typed)
-        self.assertTrue(self.session('', no_prompts=True).confirm('Sure?'))
-        self.assertTrue(self.session('', format='json').confirm('Sure?'))
+    def test_what_is_asked_on_a_terminal_is_done_only_after_yes(self):
+        self.make()
+        for typed, line in (('n\n', 'cancel 1'), ('\n', '-f json delete 1')):
+            code, said = self.typed(typed, *line.split())
+            self.assertEqual((0, True), (code, said.endswith('(y/N) Nothing was done\r\n')), said)
+        self.assertFalse(self.json('workflows is-complete 1')['is_canceled'])
+        code, said = self.typed('YES\n', 'delete', 1)
+        self.assertEqual((0, True), (code, 'Deleted workflow 1 (sample) of ' in said), said)
+        self.assertEqual([], self.json('workflows list')['items'])
+        self.make()
+        self.assertEqual([2], [workflow['id'] for workflow in self.json('delete 2')], 'a script is asked nothing')
 
 
 class ObjectTest(CommandTest):
@@ -21479,20 +21499,6 @@ class RecoverCase(CommandTest):
         """Memory and runtime of each job."""
         return {row['job_name']: (row['memory'], row['runtime']) for row in self.json('jobs list-resource-requirements 1')}
 
-    def typed(self, lines: str, *argv: Any) -> Tuple[int, str]:
-        """A command on a terminal, at which these lines are typed one after the other; its exit code, and what was shown."""
-        ours, theirs = os.openpty()
-        process = subprocess.Popen([*World.command(argv)], cwd=self.world.directory, stdin=theirs, stdout=theirs, stderr=theirs,
-                                   env=dict(self.world.environment, COLUMNS='200'), start_new_session=True)
-        os.close(theirs)
-        said = b''
-        with contextlib.closing(open(ours, 'r+b', buffering=0)):
-            os.write(ours, lines.encode())
-            with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
-                while True:
-                    said += os.read(ours, 10000)
-        return process.wait(20), said.decode()
-
 
 class RecoverTest(RecoverCase):
     """Failed jobs run again with what they lacked."""
@@ -21768,7 +21774,7 @@ class RecoverTest(RecoverCase):
         code, said = self.typed('\n', 'recover', 1, '--retry-unknown')
         self.assertEqual(0, code, said)
         for words in ('1 job ran out of memory:', '1 job ran out of time:', '1 job failed for a reason of its own:', 'To run again: oom, slow',
-                      'Recover workflow 1 so? (y/N)', 'Cancelled'):
+                      'Recover workflow 1 so? (y/N)', 'Nothing was done'):
             self.assertIn(words, said)
         self.assertEqual('failed', self.statuses()['oom'])
         code, said = self.typed('y\n', 'recover', 1, '--memory-multiplier', 4)

@@ -26192,8 +26192,8 @@ class Session:
             self.show(f'No {what} found\n')
 
     def confirm(self, question: str) -> bool:
-        """Ask before something is lost. --no-prompts and -f json answer yes."""
-        if self.options['no_prompts'] or self.format == 'json':
+        """Ask before something is lost. --no-prompts says yes, as does -f json where there is no terminal."""
+        if self.options['no_prompts'] or self.format == 'json' and not self.is_interactive:
             return True
         if not self.is_interactive:
             raise BadInput(f'confirmation required ("{question}"), and there is no terminal; '
@@ -26204,7 +26204,7 @@ class Session:
         """Whether the answer to a question is yes."""
         is_yes = self.ask(f'{question} (y/N) ').lower() in ('y', 'yes')
         if not is_yes:
-            self.report('Cancelled')
+            self.report('Nothing was done')
         return is_yes
 
     def leave(self) -> None:
