@@ -22716,6 +22716,19 @@ class PasswordServeTest(CommandTest):
                 self.assertEqual((status, True), (answer.status, bool(answer.read())))
         self.assertExit(0, self.world.cli('workflows', 'list', env=as_anybody))
 
+    def test_a_password_may_be_in_a_file_that_only_its_owner_may_read(self):
+        self.world.serve('--auth-file', 'users', '--enforce-access-control')
+        path = self.world.write('pass word', 'word of ann\r\nmore\n')
+        self.world.environment.update(TORC_API_URL=self.world.url, TORC_USERNAME='ann', TORC_PASSWORD_FILE=path)
+        for mode, text, code, told in ((0o640, None, 2, f'other users may read the password in {path}, which TORC_PASSWORD_FILE names: chmod 600 '),
+                                       (0o600, None, 0, ''), (0o600, 'word of bob\n', 4, 'user or password is wrong'),
+                                       (0o600, '\n', 2, 'has no password in its first line')):
+            self.world.write('pass word', self.world.read('pass word') if text is None else text)
+            os.chmod(path, mode)
+            self.assertExit(code, self.world.cli('workflows', 'list'), told)
+        self.assertExit(0, self.world.cli('workflows', 'list', env={'TORC_PASSWORD': 'word of ann'}))
+        self.assertExit(2, self.world.cli('workflows', 'list', env={'TORC_PASSWORD_FILE': 'nope'}), 'cannot read nope, which TORC_PASSWORD_FILE names: No such file')
+
     def test_a_password_without_https_is_warned_of_once_in_a_command(self):
         url, warned = self.world.serve('--auth-file', 'users'), 'the password goes to 127.0.0.1 port'
         spec = self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')

@@ -355,9 +355,11 @@ ENVIRONMENT = (
              'with --in-memory: its file)'),
     Variable('TORC_SERVER_SNAPSHOT_KEEP', 'you',  '`serve`: how many such copies are kept (default 5)'),
     Variable('TORC_USERNAME', 'you',
-             'owner of new workflows, and user of TORC_PASSWORD; else USER'),
+             'owner of new workflows, and user of the password; else USER'),
     Variable('TORC_PASSWORD', 'you',
              'password for the server that --url or TORC_API_URL names (kept from jobs)'),
+    Variable('TORC_PASSWORD_FILE', 'you',
+             'file with that password, which only its owner may read (kept from jobs)'),
     Variable('TORC_COOKIE_HEADER', 'you',
              'Cookie field for that server, where a gateway before it wants one (kept from jobs)'),
     Variable('TORC_AUTH_FILE',            'you',  'password file of `serve`; as --auth-file'),
@@ -14783,15 +14785,33 @@ class Credentials(Row):
     cookie: str = ''        # value of the field Cookie
 
 
+def read_password(path: str) -> str:
+    """The first line of a file that nobody but its owner may read, as ~/.pgpass of psql. BadInput."""
+    try:
+        with open(path, encoding='utf-8', errors='surrogateescape') as file:
+            mode, password = os.fstat(file.fileno()).st_mode, file.readline().rstrip('\r\n')
+    except (OSError, ValueError) as error:
+        reason = getattr(error, 'strerror', None) or error
+        raise BadInput(f'cannot read {path}, which TORC_PASSWORD_FILE names: {reason}') from None
+    if mode & 0o077:
+        raise BadInput(f'other users may read the password in {path}, which TORC_PASSWORD_FILE names: '
+                       f'chmod 600 {shlex.quote(path)}')
+    if not password:
+        raise BadInput(f'{path}, which TORC_PASSWORD_FILE names, has no password in its first line')
+    return password
+
+
 def check_credentials(url: str, given: Credentials) -> Credentials:
-    """What was given, else TORC_PASSWORD and TORC_COOKIE_HEADER. BadInput for what no header can hold."""
+    """What was given, else by variables such as TORC_PASSWORD. BadInput for what no header can hold."""
     if not url:
         if given.password or given.cookie:
             raise BadInput('a password or cookie is sent only to a server that was named: '
                            'give --url too, or set TORC_API_URL')
         return given
-    found = Credentials(given.password or os.environ.get('TORC_PASSWORD', ''),
-                        given.cookie or os.environ.get('TORC_COOKIE_HEADER', ''))
+    password, path = given.password or os.environ.get('TORC_PASSWORD'), os.environ.get('TORC_PASSWORD_FILE')
+    if path and not password:
+        password = read_password(path)
+    found = Credentials(password or '', given.cookie or os.environ.get('TORC_COOKIE_HEADER', ''))
     if not re.match(r'[ -~]*\Z', found.cookie):
         raise BadInput('the cookie holds a character that no header field can hold')
     address = parse_url(url)
@@ -16611,7 +16631,7 @@ EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 REPLY_TIMED_OUT, REPLY_NOT_STARTED = 124, 125       # as timeout(1); for want of what may come back
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
 UNKILLABLE_SWEEP_S = 1.0                # between rounds of SIGKILL that have been in vain for long
-SECRETS = frozenset(('TORC_PASSWORD', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
+SECRETS = frozenset(('TORC_PASSWORD', 'TORC_PASSWORD_FILE', 'TORC_COOKIE_HEADER', 'TORC_TOKEN'))
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP,
                  signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGCONT)
 
@@ -26045,7 +26065,7 @@ class Session:
             password = self.options['password'] or ''
             if password:
                 self.report('warning: others on this machine can see the password on the command line; '
-                            'use TORC_PASSWORD or --prompt-password')
+                            'use TORC_PASSWORD_FILE or --prompt-password')
             if self.options['prompt_password']:
                 password = self.ask_password(f'Password of {user_name()}: ')
             self._credentials = Credentials(password, self.options['cookie_header'] or '')
@@ -32238,7 +32258,7 @@ GLOBAL_ARGUMENTS = (
     Argument('--snapshot-interval-seconds', 'N', 'between these snapshots '
              f'(default {DEFAULT_SNAPSHOT_INTERVAL_S:g}); one is written at every end', at_least(1)),
     Argument('--torc-server-bin', 'FILE', 'accepted, without effect: this file is also the server'),
-    Argument('--password', 'PW', 'your password at the server that --url names (better: TORC_PASSWORD)'),
+    Argument('--password', 'PW', 'your password at the server that --url names (better: TORC_PASSWORD_FILE)'),
     Argument('--prompt-password', '', 'ask for that password'),
     Argument('--cookie-header', 'TEXT', 'Cookie field for that server'),
     Argument('--tls-ca-cert', 'FILE',
