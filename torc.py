@@ -32077,7 +32077,7 @@ def parse_log_level(text: str) -> str:
 
 def parse_server_verb(text: str) -> str:
     """The word `run` of torc-server."""
-    cures = {'service': 'start `torc.py serve` from a unit file, crontab (@reboot) or terminal multiplexer',
+    cures = {'service': f'start `{program_name()} serve` from a unit file, crontab (@reboot) or terminal multiplexer',
              'export': "copy the database: kill -USR1 the server, or copy its file while it doesn't run"}
     if text in cures:
         raise ValueError(f'torc-server\'s {text!r} is not there: {cures[text]}')
@@ -32296,7 +32296,7 @@ The server
     Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
     share. A lasting one must be reachable from the nodes: torc.py serve --host 0.0.0.0 --port 0 --daemon
 Your own script
-    The last line of a script for sbatch may be: exec python3 /path/torc.py run WF
+    The last line of a script for sbatch may be: exec /path/torc.py run WF
     Ask for what the jobs need, and 256 MB for the runner.
 Steps or processes
     In an allocation each job is a Slurm step (`execution_config: {mode: auto}`, or `slurm`). With `direct` it
@@ -32378,7 +32378,7 @@ def cmd_help(session: Session, args: Arguments) -> int:
     if not words:
         session.show(format_overview())
     elif words in TOPICS:
-        session.show(TOPICS[words][0]())
+        session.show(TOPICS[words][0]().replace('torc.py ', f'{program_name()} '))
         if words in GROUPS:
             session.show('\n' + format_command_help(words))
     else:
