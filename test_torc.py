@@ -18673,6 +18673,8 @@ class AdminCommandTest(CommandTest):
         self.assertEqual('id,,id_2\n1,sample,1\n', self.assertExit(0, self.world.main('-f', 'csv', 'admin', 'sql', sql)).out)
         self.assertExit(0, self.world.main('admin', 'sql', 'SELECT 5 AS five WHERE 0'), 'No rows found')
         self.assertEqual(1, len(self.json("admin sql 'VALUES (1), (2)' --limit 1")['items']))
+        self.assertExit(0, self.world.main('-f', 'csv', 'admin', 'sql', 'SELECT status_name(status) AS s, status_name(99) FROM job'),
+                        's,status_name(99)\nuninitialized,\n')
         self.assertExit(4, self.world.main('admin', 'sql', 'SELECT x'), 'no such column: x')
 
     def test_a_change_is_asked_for(self):
@@ -25137,7 +25139,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33402
+TORC_LINES = 33419
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

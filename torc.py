@@ -5573,6 +5573,7 @@ def open_database(path: str, has_locks: bool = True) -> sqlite3.Connection:
             if name == 'journal_mode' and answer[0] != 'wal':
                 connection.execute('PRAGMA journal_mode = TRUNCATE')
         connection.create_function('has_member', 3, has_member)
+        connection.create_function('status_name', 1, status_name)
     except sqlite3.Error as error:
         connection.close()
         raise explain_database_error(error, path) from None
@@ -5580,6 +5581,11 @@ def open_database(path: str, has_locks: bool = True) -> sqlite3.Connection:
 
 
 known_json = functools.lru_cache(maxsize=64, typed=True)(format_json)
+
+
+def status_name(code: Any) -> Optional[str]:
+    """status_name(job.status) in SQL, for administrators."""
+    return next((row.name for row in STATUSES if row.code == code), None)
 
 
 def has_member(text: Optional[str], key: str, value: Any) -> bool:
@@ -25952,14 +25958,13 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
 
 # ======== 20. Commands: what they share, objects, administration ========
 #
-# A command is a function (session, args): cmd_NAME, or one that shows(), lists() or changes() has made for a
-# row that only carries out an operation. `args` holds exactly the arguments of its row in COMMANDS under their
-# keys, None for what was not given. It returns what it has found out or done, which main() has shown on stdout
-# in the requested format: an Answer, a Listing, or an object that is shown as a record; or an exit code, if it
-# has shown all itself. Everything else goes to stderr through Session.report. Without a terminal nothing is
-# asked: the error names the option.
-#
-# Texts are escaped where they leave: in Session.show, Session.report and Session.ask.
+# A command is a function (session, args): cmd_NAME, or one that shows(), lists() or changes() has
+# made for a row that only carries out an operation. `args` holds exactly the arguments of its row in
+# COMMANDS under their keys, None for what was not given. It returns what it has found out or done,
+# and main() has that shown on stdout in the requested format: an Answer, a Listing, or an exit code
+# if it has shown all itself. Everything else goes to stderr through Session.report. Without a
+# terminal nothing is asked: the error names the option. Texts are escaped where they leave: in
+# Session.show, Session.report and Session.ask.
 #
 # Objects that differ in columns only (files, user data, requirements...) are rows of NOUNS, served
 # by cmd_list, cmd_get, cmd_create, cmd_update and cmd_delete. JSON has the keys of Torc 1.0, CSV its
@@ -26180,7 +26185,7 @@ class Session:
         if isinstance(found, Listing):
             self.show_list(*found)
             return 0
-        value, text, style, code = found if isinstance(found, Answer) else Answer(found)
+        value, text, style, code = found
         if self.format == 'json':
             self.show_json(value)
         elif isinstance(text, str):
@@ -32077,7 +32082,8 @@ def parse_log_level(text: str) -> str:
 
 def parse_server_verb(text: str) -> str:
     """The word `run` of torc-server."""
-    cures = {'service': f'start `{program_name()} serve` from a unit file, crontab (@reboot) or terminal multiplexer',
+    cures = {'service': f'start `{program_name()} serve` from a unit file, crontab (@reboot) or terminal '
+                        'multiplexer',
              'export': "copy the database: kill -USR1 the server, or copy its file while it doesn't run"}
     if text in cures:
         raise ValueError(f'torc-server\'s {text!r} is not there: {cures[text]}')
@@ -32959,7 +32965,7 @@ COMMANDS = (
         Argument('--allow-full-table', '', 'allow UPDATE and DELETE without WHERE'),
         Argument('-y --yes', '', 'do not ask before a change'),
         Argument('--limit', 'N', 'maximum number of rows', at_least(1))),
-        "admin sql 'SELECT id, name FROM workflow'", True),
+        "admin sql 'SELECT status_name(status), count(*) FROM job GROUP BY status'", True),
     Command('admin list-audit-log', cmd_list_audit_log, 'list the changes that were made with SQL',
         (LIMIT._replace(names='--limit'), OFFSET), 'admin list-audit-log', True),
     Command('admin api-stats', cmd_api_stats, "show counts of the server's requests", (
