@@ -25229,71 +25229,72 @@ class ErrorClass(Row):
     """A class of errors in logs."""
     name: str
     is_error: bool      # else a warning
-    words: List[bytes]  # one of which is in every line that it matches, in lower case: sooner seen
     cure: str
     pattern: Any        # of bytes
 
 
-ERROR_CLASSES = tuple(ErrorClass(name, is_error, words.encode().split(), cure, Expression(pattern))
-                      for name, is_error, words, cure, pattern in (
-    ('Missing output files', True, 'missing', 'the job did not write them: see its output',
+ERROR_CLASSES = tuple(ErrorClass(name, is_error, cure, Expression(pattern))
+                      for name, is_error, cure, pattern in (
+    ('Missing output files', True, 'the job did not write them: see its output',
      rb'declared output files are missing'),
-    ('Failed job', True, 'status=', 'see the output of the job',
+    ('Failed job', True, 'see the output of the job',
      rb'^\S+Z INFO Job completed .*\bstatus=(?:failed|terminated)\b'),
-    ('GPU out of memory', True, 'cuda hip', 'use smaller batches, or GPUs with more memory',
+    ('GPU out of memory', True, 'use smaller batches, or GPUs with more memory',
      rb'(?i)CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory'),
-    ('Out of memory', True, 'memory oom bad_alloc killed',
-     'ask for more memory: `workflows correct-resources`',
+    ('Out of memory', True, 'ask for more memory: `workflows correct-resources`',
      rb'(?i)\bout[ -]of[ -]memory\b|\boom[-_]kill|\bOOM violation detected|\bKilling OOM job'
      rb'|\bOUT_OF_MEMORY\b|cannot allocate memory|std::bad_alloc|^MemoryError\b|\bOutOfMemoryError\b'
      rb'|task/cgroup: .*Killed|exceeded (?:job|step) memory limit'),
-    ('Time limit', True, 'limit sigxcpu', 'ask for more runtime: `workflows correct-resources`',
+    ('Time limit', True, 'ask for more runtime: `workflows correct-resources`',
      rb'\bDUE TO TIME LIMIT\b|(?i:CPU time limit exceeded)|\bSIGXCPU\b'),
-    ('Preemption', False, 'preemption', 'run the jobs again', rb'\bDUE TO PREEMPTION\b'),
-    ('Node failure', True, 'node', 'run the jobs again', rb'\bDUE TO NODE FAILURE\b|\bNODE_FAIL\b'),
-    ('Canceled', False, 'cancelled', 'somebody, or the system, canceled it',
+    ('Preemption', False, 'run the jobs again', rb'\bDUE TO PREEMPTION\b'),
+    ('Node failure', True, 'run the jobs again', rb'\bDUE TO NODE FAILURE\b|\bNODE_FAIL\b'),
+    ('Canceled', False, 'somebody, or the system, canceled it',
      rb'\*\*\* (?:JOB|STEP) .*CANCELLED|\bCANCELLED AT [0-9]{4}-'),
-    ('Slurm', True, 'slurmstepd: srun: sbatch: salloc:',
-     'see the message', rb'^(?:slurmstepd|srun|sbatch|salloc): (?:error|fatal):'),
-    ('Disk full', True, 'space quota enospc edquot', 'make room, or write elsewhere',
+    ('Slurm', True, 'see the message', rb'^(?:slurmstepd|srun|sbatch|salloc): (?:error|fatal):'),
+    ('Disk full', True, 'make room, or write elsewhere',
      rb'(?i)no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b'),
-    ('File system', True, 'read-only input/ stale endpoint', 'ask your administrators',
+    ('File system', True, 'ask your administrators',
      rb'(?i)read-only file system|input/output error|stale file handle|transport endpoint is not connected'),
-    ('Network', True, 'connection network route resol service',
-     'is the other side up, and reachable from the compute nodes?',
+    ('Network', True, 'is the other side up, and reachable from the compute nodes?',
      rb'(?i)connection (?:refused|reset by peer|timed out)|network is unreachable|no route to host'
      rb'|could not resolve host|name or service not known|temporary failure in name resolution'),
-    ('Permission', True, 'denied permitted', 'see who owns the file: `ls -l`',
+    ('Permission', True, 'see who owns the file: `ls -l`',
      rb'(?i)permission denied|operation not permitted'),
-    ('Not found', True, 'found such loading importerror',
-     'is it installed or written there, and its module loaded in the job?',
+    ('Not found', True, 'is it installed or written there, and its module loaded in the job?',
      rb'(?i)command not found|no such file or directory|error while loading shared libraries'
      rb'|^(?:ModuleNotFoundError|ImportError|FileNotFoundError)\b|^\S*sh: .*: not found$'),
-    ('GPU', True, 'cuda hip nccl', 'see the message; does the job ask for GPUs?',
+    ('GPU', True, 'see the message; does the job ask for GPUs?',
      rb'\bCUDA (?:runtime |driver )?error\b|no CUDA-capable device|\b(?:cuda|hip)Error[A-Z]\w+'
      rb'|\bNCCL error\b'),
-    ('Crash', True, 'fault sigsegv sigill bus illegal dumped exception smashing double throwing',
-     'a bug, or a library that does not fit the machine',
+    ('Crash', True, 'a bug, or a library that does not fit the machine',
      rb'(?i)segmentation fault|\bSIGSEGV\b|\bbus error\b|\bSIGBUS\b|\bSIGILL\b|illegal instruction'
      rb'|core dumped|floating point exception|stack smashing detected|double free or corruption'
      rb'|terminate called after throwing'),
-    ('MPI', True, 'mpi termination', 'see what the first process that ended has written',
+    ('MPI', True, 'see what the first process that ended has written',
      rb'MPI_ABORT was invoked|BAD TERMINATION OF ONE OF YOUR APPLICATION|Fatal error in P?MPI_'
      rb'|mpi(?:run|exec) noticed that process rank'),
-    ('Killed', True, 'killed terminated', 'for memory or time, or by somebody',
+    ('Killed', True, 'for memory or time, or by somebody',
      rb'\bkilled by (?:signal |SIG)|^Killed$|\bterminated by signal [0-9]'),
-    ('Panic', True, 'panic', 'a bug in the program', rb"^thread '.*' (?:\([0-9]+\) )?panicked at|^panic: "),
-    ('Exception', True, 'error exception forrtl', 'see the lines around it',
+    ('Panic', True, 'a bug in the program', rb"^thread '.*' (?:\([0-9]+\) )?panicked at|^panic: "),
+    ('Exception', True, 'see the lines around it',
      rb'^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?::|$)|^Exception in thread "'
      rb'|^ERROR: LoadError\b|^Error in .{1,200} ?: |^forrtl: (?:severe|error)'),
     # A level of a log, or `PROGRAM: error: `; what a number follows is a measurement.
-    ('Error', False, 'error fatal critical severe ***', 'see the lines around it',
+    ('Error', False, 'see the lines around it',
      rb'^(?:\S+ ){0,6}[\[(<]?(?:ERROR|FATAL|CRITICAL|SEVERE)\b(?![ =:]*[-+.]?[0-9])(?=\W)'
      rb'|^(?:\S+ ){0,3}(?:fatal )?[Ee]rror: (?! *[-+.]?[0-9])|^make(?:\[[0-9]+\])?: \*\*\* '),
 ))
+# What each line has, in lower case, that matches one of them: sooner seen.
+SUSPICIOUS = Expression(
+    rb'error|fatal|critical|severe|exception|panic|\*\*\*|memory|oom|bad_alloc|killed|time limit|sigxcpu'
+    rb'|due to|node_fail|cancelled|space left|quota|enospc|edquot|read-only|stale file|endpoint|connection'
+    rb'|network is|no route|resolve|not known|temporary failure|denied|permitted|not found|no such|fault'
+    rb'|sigsegv|sigbus|sigill|illegal|dumped|smashing|double free|terminate called|cuda-capable|mpi_abort'
+    rb'|bad termination|noticed that|terminated by|are missing|status=failed|status=terminated')
 # Of lines of this level nothing is an error, but the end of a job in a runner's log.
 INFORMATION = Expression(rb'^(?:\S+ ){0,6}[\[(<]?(?:INFO|DEBUG)\b(?! Job completed)')
-MAX_LINE_BYTES = 4096           # of a line that is looked at
+MAX_LINE_BYTES = 4096           # that are looked at at once
 FINDINGS_KEPT = 20              # of a file; the rest is counted
 
 
@@ -25304,47 +25305,24 @@ class Finding(Row):
     text: str
 
 
-class FileFindings:
-    """What is found in a file, piece by piece: the first lines, and a count of each class."""
+class FileFindings(Row):
+    """What is found in a file: the first lines, and a count of each class."""
+    kept: List[Finding]
+    counts: 'collections.Counter[str]'
 
-    def __init__(self) -> None:
-        self.kept: List[Finding] = []
-        self.counts: 'collections.Counter[str]' = collections.Counter()
-        self.lines = 0          # complete ones that were looked at
-        self.rest = b''         # of the last piece: the beginning of a line
 
-    def read(self, piece: bytes) -> None:
-        """Look at the next bytes of the file; b'' at its end."""
-        data = self.rest + piece
-        end = data.rfind(b'\n') + 1 if piece else len(data)
-        data, self.rest = data[:end], data[end:][:MAX_LINE_BYTES]
-        low = data.lower()
-        kinds = [kind for kind in ERROR_CLASSES if any(word in low for word in kind.words)]
-        if kinds:
-            for number, line in enumerate(data.split(b'\n'), self.lines + 1):
-                self.look(number, line[:MAX_LINE_BYTES].strip(), kinds)
-        self.lines += data.count(b'\n')
-
-    def look(self, number: int, line: bytes, kinds: Sequence[ErrorClass]) -> None:
-        """Classify one line: the first of some classes that it matches."""
-        low = line.lower()
-        for kind in kinds:
-            for word in kind.words:
-                if word in low:
-                    break
-            else:
-                continue
-            if kind.pattern.search(line):
-                if not INFORMATION.match(line):
-                    self.add(number, kind, line)
-                return
-
-    def add(self, number: int, kind: ErrorClass, line: bytes) -> None:
-        """Count a line, and keep it if it is one of the first."""
-        self.counts[kind.name] += 1
-        if len(self.kept) < FINDINGS_KEPT:
-            text = printable_line(line.decode('utf-8', 'replace'))
-            self.kept.append(Finding(number, kind, cut(text, 120)))
+def find_errors(file: Any) -> FileFindings:
+    """What is found in an open log."""
+    found, number = FileFindings([], collections.Counter()), 1
+    for line in iter(lambda: file.readline(MAX_LINE_BYTES), b''):
+        if SUSPICIOUS.search(line.lower()) and not INFORMATION.match(line):
+            kind = next((kind for kind in ERROR_CLASSES if kind.pattern.search(line.strip())), None)
+            if kind is not None and len(found.kept) < FINDINGS_KEPT:
+                text = printable_line(line.strip().decode('utf-8', 'replace'))
+                found.kept.append(Finding(number, kind, cut(text, 120)))
+            found.counts.update([kind.name] if kind else [])
+        number += line.endswith(b'\n')
+    return found
 
 
 STDIO_FILE_NAME = Expression(r'job_wf[0-9]+_j([0-9]+)_r([0-9]+)_a([0-9]+)\.')
@@ -27372,6 +27350,7 @@ def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[in
 # -------- logs --------
 
 FOLLOW_PAUSE_S = 0.5    # between looks at the files that `logs --follow` shows
+WHERE_OUTPUT_IS = 'name the directory that `run` wrote to with -o, or look at the stdio mode of the workflow'
 
 
 def cmd_logs(session: Session, args: Arguments) -> int:
@@ -27379,22 +27358,30 @@ def cmd_logs(session: Session, args: Arguments) -> int:
     reader = LogReader(session, args)
     if args['follow'] and session.format == 'json':
         raise BadInput('--follow has no JSON form: leave one of the two out')
-    if args['follow'] and not are_over(session, reader.id, reader.jobs):
+    if args['follow'] and not reader.is_over():
         return follow_logs(reader)
-    found = reader.newest_of_named() if reader.jobs else reader.newest_of_all()
+    newest = reader.newest()
+    for number, job in reader.jobs.items():
+        if number not in newest:
+            raise Refused(describe_job(session, job, ' has left no output'))
+        if not any(reader.files_of(newest[number])):
+            words = f' has left no output in {reader.output_dir}'
+            raise Refused(f'{describe_job(session, job, words)}; {WHERE_OUTPUT_IS}')
+    found = [newest[number] for number in reader.jobs or sorted(newest) if reader.is_shown(newest[number])]
     if session.format == 'json':
-        values = [reader.files_of(attempt) for attempt in found]
+        keys = 'workflow_id', 'job_id', 'job_name', 'run_id', 'attempt_id'
+        values = [dict(zip((*keys, 'job_stdout', 'job_stderr'), (
+            *map(attempt.get, keys), *reader.files_of(attempt)))) for attempt in found]
         session.show_json(values[0] if len(reader.jobs) == len(values) == 1 else {'items': values})
         return 0
-    is_one = len(reader.jobs) == 1
-    tail = Tail(session, last_lines=args['tail'])
+    tail = Tail(session, args['tail'])
     for attempt in found:
         paths = reader.paths_of(attempt)
-        if not is_one:
+        if len(reader.jobs) != 1:
             tail.show_title(attempt, paths)
         for path in paths:
             tail.show(path, path if len(paths) > 1 else '')
-        if is_one:
+        if len(reader.jobs) == 1:
             report_end(session, attempt, paths)
     if not reader.jobs:
         report_what_is_not_shown(reader, found)
@@ -27405,131 +27392,99 @@ class LogReader:
     """What `logs` was asked for. An attempt is a result, or looks like one while it runs."""
 
     def __init__(self, session: Session, args: Arguments) -> None:
-        self.session = session
-        self.args = args
-        self.workflow = session.workflow(choose_workflow(session, args))
-        self.id = self.workflow['id']
-        self.output_dir = output_directory(session, self.workflow, args)
+        self.session, self.args = session, args
+        self.id = choose_workflow(session, args)
+        self.output_dir = output_directory(session, session.workflow(self.id), args)
         named = [find_job(session, self.id, word, args['follow']) for word in args['jobs']]
-        self.jobs = list({job['id']: job for job in named}.values())     # those that were named
+        self.jobs = {job['id']: job for job in named}       # those that were named
 
-    def is_wanted(self, attempt: Dict[str, Any]) -> bool:
-        """Whether an attempt is one of those that the options ask for."""
-        run_id, attempt_id = self.args['run_id'], self.args['attempt_id']
-        return (run_id in (None, attempt['run_id']) and attempt_id in (None, attempt['attempt_id'])
-                and (not self.args['failed'] or attempt['status'] in BROKEN_WORDS)
-                and (not self.jobs or attempt['job_id'] in {job['id'] for job in self.jobs}))
+    def is_asked_for(self, attempt: Dict[str, Any]) -> bool:
+        """Whether an attempt is of the jobs, the run and the number that the options name."""
+        return ((not self.jobs or attempt['job_id'] in self.jobs)
+                and all(self.args[key] in (None, attempt[key]) for key in ('run_id', 'attempt_id')))
+
+    def is_shown(self, attempt: Dict[str, Any]) -> bool:
+        """Whether an attempt is one that failed, if only those are to be shown."""
+        return not self.args['failed'] or attempt['status'] in BROKEN_WORDS
 
     def ended(self, **query: Any) -> List[Dict[str, Any]]:
         """Attempts that have ended, in the order of their ends."""
         return self.session.items('list_results', workflow_id=self.id, sort_by='id', **query)
 
-    def active(self, job: Dict[str, Any]) -> Dict[str, Any]:
-        """The attempt of a job that runs."""
-        return {'workflow_id': self.id, 'job_id': job['id'], 'job_name': job['name'], 'status': job['status'],
-                'run_id': self.workflow.get('run_id', 0), 'attempt_id': job.get('attempt_id', 1)}
-
     def running(self) -> List[Dict[str, Any]]:
-        """Attempts that run now."""
-        jobs = self.session.items('list_jobs', workflow_id=self.id, status='running')
-        return [self.active(job) for job in jobs]
+        """Attempts that run now; none if only failed ones are to be shown."""
+        if self.args['failed']:
+            return []
+        run_id = self.session.workflow(self.id).get('run_id', 0)    # another one may begin meanwhile
+        return [{'workflow_id': self.id, 'job_id': job['id'], 'job_name': job['name'], 'run_id': run_id,
+                 'attempt_id': job.get('attempt_id', 1), 'status': 'running'}
+                for job in self.session.items('list_jobs', workflow_id=self.id, status='running')]
 
-    def newest_of_all(self) -> List[Dict[str, Any]]:
-        """Each job's newest attempt that is wanted, by job."""
-        is_any = self.args['run_id'] is not None or self.args['attempt_id'] is not None
-        attempts = filter(self.is_wanted, self.ended(all_runs=is_any) + self.running())
-        found = {attempt['job_id']: attempt for attempt in attempts}
-        return [found[job_id] for job_id in sorted(found)]
+    def newest(self) -> Dict[int, Dict[str, Any]]:
+        """Each job's newest attempt that is asked for; of a job that was named, one that left files."""
+        is_any = bool(self.jobs) or (self.args['run_id'], self.args['attempt_id']) != (None, None)
+        ended = [self.ended(all_runs=is_any, **query) for query in (
+            [{'job_id': number} for number in self.jobs] or [{}])]
+        found = {}      # type: Dict[int, Dict[str, Any]]
+        for attempt in sorted(itertools.chain(*ended, self.running()),
+                              key=operator.itemgetter('run_id', 'attempt_id')):
+            number = attempt['job_id']
+            if self.is_asked_for(attempt) and (
+                    not self.jobs or number not in found or any(self.files_of(attempt))):
+                found[number] = attempt
+        return found
 
-    def newest_of_named(self) -> List[Dict[str, Any]]:
-        """The newest attempt with files of each named job, if it is wanted. Refused if a job has no files."""
-        return [attempt for attempt in map(self.newest_with_files, self.jobs) if self.is_wanted(attempt)]
-
-    def newest_with_files(self, job: Dict[str, Any]) -> Dict[str, Any]:
-        """A job's newest attempt that left files, or that was asked for."""
-        attempts = self.ended(job_id=job['id'], all_runs=True)
-        if STATUSES[STATUS_CODES[job['status']]].is_active:
-            attempts.append(self.active(job))
-        for attempt in sorted(attempts, key=operator.itemgetter('run_id', 'attempt_id'), reverse=True):
-            is_asked_for = (self.args['run_id'] in (None, attempt['run_id'])
-                            and self.args['attempt_id'] in (None, attempt['attempt_id']))
-            if is_asked_for and any(self.stdio_of(attempt)):
-                return attempt
-        reason = self.session.reason(job)
-        start = f"job {job['name']} ({job['status']}) has left no output"
-        if not attempts and reason:
-            raise Refused(printable(f'{start}: {reason}'))
-        why = f' ({reason})' if reason else ''
-        raise Refused(printable(f'{start} in {self.output_dir}{why}; {WHERE_OUTPUT_IS}'))
-
-    def stdio_of(self, attempt: Dict[str, Any]) -> Tuple[Optional[str], Optional[str]]:
+    def files_of(self, attempt: Dict[str, Any]) -> FoundFiles:
         """Paths of an attempt's stdout and stderr that exist."""
         key = attempt['run_id'], attempt['attempt_id']
         return find_stdio(self.output_dir, self.id, attempt['job_id'], key)
 
-    def files_of(self, attempt: Dict[str, Any]) -> Dict[str, Any]:
-        """An attempt with its files, as JSON has it."""
-        value = {key: attempt[key] for key in ('workflow_id', 'job_id', 'job_name', 'run_id', 'attempt_id')}
-        value['job_stdout'], value['job_stderr'] = self.stdio_of(attempt)
-        return value
-
     def paths_of(self, attempt: Dict[str, Any]) -> List[str]:
         """Files of an attempt that hold something, of the streams that were asked for."""
-        out_path, err_path = self.stdio_of(attempt)
+        out_path, err_path = self.files_of(attempt)
         wanted = [None if self.args['stderr'] else out_path,
                   None if self.args['stdout'] or err_path == out_path else err_path]
-        return [path for path in wanted if path and size_of(path)]
+        paths = []
+        for path in filter(None, wanted):
+            with contextlib.suppress(OSError):      # it is gone (delete_on_success)
+                paths += [path] if os.path.getsize(path) else []
+        return paths
 
-
-WHERE_OUTPUT_IS = 'name the directory that `run` wrote to with -o, or look at the stdio mode of the workflow'
-
-
-def size_of(path: str) -> int:
-    """Size of a file in bytes; 0 if it is gone (delete_on_success)."""
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0
-
-
-def find_tail(file: Any, lines: Optional[int]) -> int:
-    """Where the last lines of a file begin, not far from its end; at 0 for all (None)."""
-    if lines is None:
-        return 0
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - 16 * LOG_PIECE_BYTES))
-    return end - sum(map(len, collections.deque(file, lines)))
+    def is_over(self) -> bool:
+        """Whether nothing more is to come of the jobs that were named; of all if none was."""
+        if not self.jobs:
+            return self.session.call('is_workflow_complete', workflow_id=self.id)['is_complete']
+        statuses = [self.session.job(number)['status'] for number in self.jobs]
+        return all(STATUSES[STATUS_CODES[status]].is_done for status in statuses)
 
 
 class Tail:
     """Prints files, and later what they have grown by; titles say whose output it is."""
 
-    def __init__(self, session: Session, is_of_one: bool = False, last_lines: Optional[int] = None) -> None:
+    def __init__(self, session: Session, last_lines: Optional[int] = None, is_of_one: bool = False) -> None:
         self.session = session
-        self.is_of_one = is_of_one  # the file that comes first needs no title
         self.last_lines = last_lines    # of each file at first; None: all
+        self.is_of_one = is_of_one      # the file that comes first needs no title
         # A terminal must not interpret what a job has written; a file or program gets its bytes.
         self.pipe = None if session.out.isatty() else getattr(session.out, 'buffer', None)
         self.known = {}             # type: Dict[str, Tuple[int, Any]]  # path -> bytes shown, decoder
-        self.refused = set()        # type: Set[str]  # reported as unreadable
         self.last_path = ''         # shown last
         self.ends_line = True       # what was shown last ends in a newline
 
     def show(self, path: str, title: str) -> None:
         """Print what is new in a file, below its title if another file was shown before."""
-        offset, decoder = self.known.get(path) or (None, codecs.getincrementaldecoder('utf-8')('replace'))
         try:
             file = open(path, 'rb')
         except OSError as error:
-            if path not in self.refused:
+            if path not in self.known:
                 self.session.report(f'torc: cannot read {path}: {error.strerror}')
-            self.refused.add(path)
+            self.known.setdefault(path, (0, None))
             return
         with file:
-            offset = find_tail(file, self.last_lines) if offset is None else offset
-            file.seek(offset)
+            offset, decoder = self.known.get(path, (None, None))
+            decoder = decoder or codecs.getincrementaldecoder('utf-8')('replace')
+            file.seek(self.first_offset(file) if offset is None else offset)
             for piece in iter(lambda: file.read(LOG_PIECE_BYTES), b''):
-                offset += len(piece)
                 if title and path != self.last_path and (self.last_path or not self.is_of_one):
                     self.show_line(title)
                 self.last_path = path
@@ -27539,14 +27494,21 @@ class Tail:
                     self.session.out.flush()
                     self.pipe.write(piece)
                 self.ends_line = piece.endswith(b'\n')
-        self.known[path] = offset, decoder
+            self.known[path] = file.tell(), decoder
+
+    def first_offset(self, file: Any) -> int:
+        """Where the last lines of a file begin, as far as they are in its last 16 MiB."""
+        if self.last_lines is None:
+            return 0
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 16 * LOG_PIECE_BYTES))
+        return end - sum(map(len, collections.deque(file, self.last_lines)))
 
     def show_title(self, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
         """Whose output follows, and the reason of a failure; nothing for a good job without output."""
-        is_bad = attempt['status'] in BROKEN_WORDS
-        if is_bad or paths:
-            reason = f': {reason_of(attempt)}' if is_bad or attempt.get('reason') else ''
-            self.show_line(f"{attempt['job_name']} ({attempt['status']}){reason}")
+        why = reason_of(attempt)
+        if attempt['status'] in BROKEN_WORDS or paths:
+            self.show_line(f"{attempt['job_name']} ({attempt['status']})" + (f': {why}' if why else ''))
 
     def show_line(self, title: str) -> None:
         """A title on a line of its own, as tail(1) writes it."""
@@ -27554,17 +27516,23 @@ class Tail:
         self.ends_line = True
 
 
-def reason_of(result: Dict[str, Any]) -> str:
-    """Why an attempt failed."""
-    return result.get('reason') or f"return code {result['return_code']}"
+def reason_of(attempt: Dict[str, Any]) -> str:
+    """Why an attempt failed, and what else is to be said of its end; '' of most good ones."""
+    code = f"return code {attempt['return_code']}" if attempt['status'] in BROKEN_WORDS else ''
+    return attempt.get('reason') or code
+
+
+def describe_job(session: Session, job: Dict[str, Any], words: str = '') -> str:
+    """'job a (blocked): ' and why it is so, after some words."""
+    reason = session.reason(job)
+    return f"job {job['name']} ({job['status']}){words}" + (f': {reason}' if reason else '')
 
 
 def report_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
     """After the output of one job: if there was none, and why it failed, unless that was the last line."""
-    words = [] if paths else ['has written nothing']
-    lines = [read_last_line(path) for path in paths]
-    if (attempt['status'] in BROKEN_WORDS or attempt.get('reason')) and reason_of(attempt) not in lines:
-        words.append(f"{attempt['status']}: {reason_of(attempt)}")
+    words, why = [] if paths else ['has written nothing'], reason_of(attempt)
+    if why and why not in map(read_last_line, paths):
+        words.append(f"{attempt['status']}: {why}")
     if words:
         session.report(f"torc: job {attempt['job_name']} {'; '.join(words)}")
 
@@ -27572,7 +27540,7 @@ def report_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) 
 def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> None:
     """After the output of all jobs: how many have left no files, and how many have not run."""
     session, args = reader.session, reader.args
-    lost = sum(not any(reader.stdio_of(attempt)) for attempt in found)
+    lost = sum(not any(reader.files_of(attempt)) for attempt in found)
     if lost:
         where = f'{lost} of {len(found)} jobs have left no output in {reader.output_dir}'
         session.report(f'torc: {where}; {WHERE_OUTPUT_IS}')
@@ -27583,21 +27551,22 @@ def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> 
     left = session.call('list_jobs', workflow_id=reader.id, limit=1)['total_count'] - len(found)
     if left > 0:
         status = command_line(session, 'status', reader.id)
-        session.report(f'torc: {left} jobs have not run; `{status}` says why')
+        words = f"{counted(left, 'job')} {'has' if left == 1 else 'have'} not run"
+        session.report(f'torc: {words}; `{status}` says why')
 
 
 def follow_logs(reader: LogReader) -> int:
     """Print what jobs have written and what they write, until they have ended."""
     session = reader.session
-    tail = Tail(session, len(reader.jobs) == 1, reader.args['tail'])
+    tail = Tail(session, reader.args['tail'], len(reader.jobs) == 1)
     count = session.call('list_results', workflow_id=reader.id, all_runs=True, limit=1)['total_count']
-    attempts, is_first = reader.newest_of_all(), True
+    attempts, is_first = list(reader.newest().values()), True
     while True:
-        is_over = are_over(session, reader.id, reader.jobs)     # asked first: what ends later is seen later
+        is_over = reader.is_over()      # asked first: what ends later is seen later
         ended = reader.ended(all_runs=True, offset=count)
         count += len(ended)
-        reader.workflow = session.workflow(reader.id)   # there may be another run
-        attempts = list(filter(reader.is_wanted, attempts + ended + reader.running()))
+        attempts = [attempt for attempt in attempts + ended + reader.running()
+                    if reader.is_asked_for(attempt) and reader.is_shown(attempt)]
         for attempt in attempts:
             for path in reader.paths_of(attempt):
                 tail.show(path, f"{attempt['job_name']}: {path}")
@@ -27605,27 +27574,13 @@ def follow_logs(reader: LogReader) -> int:
         if is_over:
             return 0
         if is_first and not any(attempt['status'] == 'running' for attempt in attempts):
-            session.report(f'torc: {describe_wait(reader)}; Ctrl-C ends this')
+            awaited = f"jobs to {'fail' if reader.args['failed'] else 'start'}"
+            if len(reader.jobs) == 1:
+                awaited = describe_job(session, *reader.jobs.values())
+            session.report(f'torc: waiting for {awaited}; Ctrl-C ends this')
         attempts, is_first = [], False
         session.client.need_server()    # a database that this process has for itself would keep runners out
         time.sleep(FOLLOW_PAUSE_S)
-
-
-def describe_wait(reader: LogReader) -> str:
-    """Why there is no output to follow yet."""
-    if len(reader.jobs) != 1:
-        return 'waiting for jobs to fail' if reader.args['failed'] else 'waiting for jobs to start'
-    job = reader.jobs[0]
-    reason = reader.session.reason(job)
-    return f"waiting for job {job['name']} ({job['status']})" + (f': {reason}' if reason else '')
-
-
-def are_over(session: Session, workflow_id: int, jobs: Sequence[Dict[str, Any]]) -> bool:
-    """Whether nothing more is to come of jobs; of all if none is named."""
-    if not jobs:
-        return session.call('is_workflow_complete', workflow_id=workflow_id)['is_complete']
-    statuses = (session.job(job['id'])['status'] for job in jobs)
-    return all(STATUSES[STATUS_CODES[status]].is_done for status in statuses)
 
 
 def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Dict[str, Any]:
@@ -27684,14 +27639,13 @@ def describe_bundle(workflow: Dict[str, Any], sizes: Sequence[int]) -> Dict[str,
 def cmd_logs_analyze(session: Session, args: Arguments) -> int:
     """Look for errors in the logs of a workflow: in a bundle, or in an output directory."""
     path, wanted = args['path'], args['workflow_id']
-    head: Dict[str, Any] = {'workflow_id': wanted}
     if os.path.isdir(path):
-        head['workflow_id'] = wanted = choose_logged_workflow(path, wanted)
-        files = [(name, read_findings(file)) for name, file in open_logs(session, path, wanted)]
+        wanted = choose_logged_workflow(path, wanted)
+        head, files = {'workflow_id': wanted}, search_logs(session, path, wanted)
         lines = [f'Workflow ID: {wanted}', '']
     else:
-        files, metadata = analyze_bundle(path, wanted)
-        head.update(metadata)
+        metadata, files = search_bundle(path, wanted)
+        head = {'workflow_id': wanted, **metadata}
         titles = (('Workflow ID', 'workflow_id'), ('Workflow Name', 'workflow_name'),
                   ('Collected At', 'collected_at'))
         lines = ['Bundle Information:', *(f'  {title}: {head.get(key)}' for title, key in titles), '']
@@ -27699,26 +27653,23 @@ def cmd_logs_analyze(session: Session, args: Arguments) -> int:
     return 0
 
 
-def read_findings(file: Any) -> FileFindings:
-    """What is found in an open log."""
-    findings = FileFindings()
-    for piece in iter(lambda: file.read(LOG_PIECE_BYTES), b''):
-        findings.read(piece)
-    findings.read(b'')
-    return findings
+FoundErrors = List[Tuple[str, FileFindings]]    # by name of the file
 
 
-def log_names(path: str) -> List[str]:
-    """Logs in an output directory and its job_stdio, as paths from there."""
-    names = os.listdir(path)
+def logged_workflows(path: str) -> List[int]:
+    """Workflows whose logs an output directory holds."""
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise BadInput(printable(f'cannot read {path}: {error.strerror}; {WHERE_OUTPUT_IS}')) from None
     with contextlib.suppress(OSError):
-        names += [os.path.join('job_stdio', name) for name in os.listdir(os.path.join(path, 'job_stdio'))]
-    return sorted(name for name in names if is_log_name(name) and workflow_in_name(os.path.basename(name)))
+        names += os.listdir(os.path.join(path, 'job_stdio'))
+    return sorted(set(map(workflow_in_name, filter(is_log_name, names))) - {None})
 
 
-def choose_logged_workflow(path: str, wanted: Optional[int]) -> int:
+def choose_logged_workflow(path: str, wanted: Optional[int] = None) -> int:
     """The workflow whose logs are looked at: the one that is asked for, or the only one there."""
-    found = sorted({workflow_in_name(os.path.basename(name)) for name in log_names(path)} - {None})
+    found = logged_workflows(path)
     if wanted in found:
         return wanted
     if not found:
@@ -27729,38 +27680,32 @@ def choose_logged_workflow(path: str, wanted: Optional[int]) -> int:
     raise BadInput(printable(f'{path} holds {what} {first_of(found)}: choose one with --workflow-id'))
 
 
-def open_logs(session: Session, path: str, workflow_id: int) -> Iterator[Tuple[str, Any]]:
-    """Name and open file of each log of a workflow in an output directory."""
-    for name in log_names(path):
-        if workflow_in_name(os.path.basename(name)) == workflow_id:
-            try:
-                with open(os.path.join(path, name), 'rb', opener=open_regular) as file:
-                    yield name, file
-            except OSError as error:
-                session.report(f'torc: cannot read {os.path.join(path, name)}: {error.strerror}')
+def search_logs(session: Session, path: str, workflow_id: int,
+                is_wanted: Callable[[str], bool] = is_log_name) -> FoundErrors:
+    """Errors in the logs of a workflow in an output directory, by default in all of them."""
+    found = [(name, find_errors(file)) for name, file in workflow_files(path, workflow_id, session.report)
+             if is_wanted(name) and is_log_name(name)]
+    return sorted(found, key=operator.itemgetter(0))
 
 
-def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, FileFindings]], Dict[str, Any]]:
-    """Findings in the logs of a bundle, and what it says of itself."""
-    files, metadata = [], {}    # type: List[Tuple[str, FileFindings]], Dict[str, Any]
+def search_bundle(path: str, wanted: Optional[int]) -> Tuple[Dict[str, Any], FoundErrors]:
+    """What a bundle says of itself, and errors in its logs."""
+    metadata, files = {}, []    # type: Dict[str, Any], FoundErrors
     try:
         # Not as a stream (r|*), of which the end may be missing without notice.
-        with open(path, 'rb') as file, tarfile.open(fileobj=file, mode='r:gz') as bundle:
-            for member in bundle:
-                name = os.path.basename(member.name)
-                content = bundle.extractfile(member) if member.isfile() else None
-                if content is None:
-                    continue
+        with tarfile.open(path, 'r:gz') as bundle:
+            for member in filter(tarfile.TarInfo.isfile, bundle):
+                name, content = os.path.basename(member.name), bundle.extractfile(member)
                 if member.name == 'bundle_metadata.json':
                     found = parse_json(content.read(MAX_BODY_BYTES).decode('utf-8', 'replace'))
                     metadata = found if isinstance(found, dict) else {}
                 elif is_log_name(name) and wanted in (None, workflow_in_name(name)):
-                    files.append((member.name, read_findings(content)))
+                    files.append((member.name, find_errors(content)))
     except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
         raise BadInput(printable(f'{path} cannot be read as a bundle of `logs bundle`: {error}')) from None
     except OSError as error:
         raise BadInput(printable(f'cannot read {path}: {error.strerror or error}')) from None
-    return files, metadata
+    return metadata, files
 
 
 # -------- what jobs used --------
@@ -29388,8 +29333,8 @@ class SlurmJobs:
 def cmd_slurm_parse_logs(session: Session, args: Arguments) -> int:
     """Look for errors in what a workflow's allocations and jobs wrote."""
     path = args['path']
-    workflow_id = choose_logged_workflow(path, args['workflow_id']) if args['workflow_id'] is None \
-        else args['workflow_id']
+    logged_workflows(path)      # refused if it is no directory
+    workflow_id = args['workflow_id'] or choose_logged_workflow(path)
     job_ids = list_allocations(session, workflow_id)
     if not job_ids:
         message = f'{NO_ALLOCATIONS} for this workflow'
@@ -29397,8 +29342,7 @@ def cmd_slurm_parse_logs(session: Session, args: Arguments) -> int:
                         'errors': 0, 'warnings': 0, 'issues': []},
                        f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
         return 0
-    files = [(name, read_findings(file)) for name, file in open_logs(session, path, workflow_id)
-             if is_slurm_log(name, job_ids)]
+    files = search_logs(session, path, workflow_id, lambda name: is_slurm_log(name, job_ids))
     jobs, counts = SlurmJobs(session, workflow_id), collections.Counter()   # type: SlurmJobs, Any
     counts.update(kind.is_error for _, found in files for kind in ERROR_CLASSES
                   for _ in range(found.counts[kind.name]))
