@@ -23084,11 +23084,12 @@ class HelpTest(unittest.TestCase):
                 self.assertIn(argument.meaning, text)
         for name, (show, _) in torc.TOPICS.items():
             self.assertGreater(len(show()), 400, name)
+            self.assertRegex(torc.format_overview(), f'help {name} +[a-zA-Z]')
 
     def test_topics_name_the_program_as_it_was_called(self):
         with unittest.mock.patch.object(sys, 'argv', ['/opt/bin/torc']):
             text = torc.format_topic('resume')
-        self.assertIn('    torc run --resume FILE', text)
+        self.assertIn('    $ torc run --resume ', text)
         self.assertNotIn('torc.py', text)
 
     def test_groups_are_pages_too(self):
@@ -23099,12 +23100,72 @@ class HelpTest(unittest.TestCase):
             torc.format_command_help('enviroment')
         self.assertEqual("there is no help on 'enviroment', did you mean 'environment'? (see: torc.py help)", caught.exception.message)
 
-    def test_the_environment_page_has_every_variable_and_exit_code(self):
-        text = torc.format_environment()
-        for row in torc.ENVIRONMENT:
-            self.assertIn(row.name, text)
-        for row in torc.EXITS:
-            self.assertIn(row.meaning, text)
+    def test_pages_of_tables_have_every_row(self):
+        for text, rows in ((torc.format_environment(), torc.ENVIRONMENT), (torc.format_exits(), torc.EXITS + torc.STATUSES)):
+            for row in rows:
+                self.assertIn(row.name if rows is torc.ENVIRONMENT else row.meaning, text)
+
+
+class ManualTest(WorldTest):
+    """The pages of `help TOPIC` are short, and do what they show."""
+
+    SPEC = '''
+        name: study
+        resource_requirements: [{name: small, memory: 50m}]
+        jobs:
+          - {name: greet, command: echo hello}
+          - name: solve
+            command: test -e solved || { touch solved; exec python3 -c "import time; x = b'x' * 200000000; time.sleep(100)"; }
+            resource_requirements: small
+        '''
+
+    @staticmethod
+    def examples(topic: str) -> List[str]:
+        """Blocks of lines that begin with $, or go on from one that ends with a backslash: scripts of the shell."""
+        blocks = re.findall(r'(?:^ +\$ .*(?:(?<=\\)\n.*)*\n)+', torc.format_topic(topic), re.MULTILINE)
+        return [re.sub(r'(?m)^ +\$ ', '', block) for block in blocks]
+
+    def test_a_page_is_read_in_a_minute_on_any_terminal(self):
+        for topic in torc.MANUAL:
+            lines = torc.format_topic(topic).splitlines()
+            self.assertTrue(25 <= len(lines) <= 50, (topic, len(lines)))
+            self.assertEqual([], [line for line in lines if len(line) > 80])
+            self.assertTrue(self.examples(topic), topic)
+
+    def test_the_commands_that_they_show_exist(self):
+        for topic in torc.MANUAL:
+            page = re.sub(r' *\\\n +', ' ', torc.format_topic(topic))
+            for line in re.findall(r'^(?: +\$| {8}).*torc\.py .*', page, re.MULTILINE):
+                for words in map(str.strip, re.findall(r'torc\.py ([^|&>#]*)', line)):
+                    with self.subTest(words):       # that of sbatch is in quotes itself
+                        said = torc.parse_command_line(shlex.split(words[:-1] if words.count("'") % 2 else words))
+                        self.assertIn(said.command.name, words)
+
+    def test_parts_of_workflow_files_are_well_formed(self):
+        found = [block for topic in torc.MANUAL for block in re.findall(r'((?:^ {8}.*\n)+)', torc.MANUAL[topic], re.MULTILINE)
+                 if 'failure_handlers:' in block]
+        self.assertEqual(2, len(found))
+        for block in found:
+            plan_of('name: w\njobs: []\nslurm_schedulers: [{name: s, account: a}]\n' + textwrap.dedent(block))
+
+    @slow
+    def test_their_examples_run(self):
+        self.world.fake_slurm(**CommandExampleLaws.SLURM)
+        os.chmod(self.world.write('bin/torc.py', f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(stub_path())} "$@"\n'), 0o755)
+        self.world.environment['PATH'] = self.world.path('bin') + ':' + os.environ['PATH']
+        self.assertExit(1, self.world.cli('run', self.world.write('workflow.yaml', self.SPEC)))
+        self.assertEqual({}, self.world.leave())
+        shutil.copytree(self.world.path('torc_output'), self.world.path('kept'))
+        for topic in torc.MANUAL:
+            for block in self.examples(topic) if topic != 'slurm' else ():      # they need a cluster: the parser reads them
+                with self.subTest(block):
+                    shutil.rmtree(self.world.path('torc_output'), ignore_errors=True)
+                    if 'serve --port' not in block:     # it shows a directory that has no database of its own
+                        shutil.copytree(self.world.path('kept'), self.world.path('torc_output'))
+                    script = f"trap 'kill $(cat server.pid) || true' EXIT; set -e\n{block}"
+                    said = subprocess.run(['sh', '-c', script], cwd=self.world.directory, env=self.world.environment, timeout=120,
+                                          input='a long password', stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding='utf-8')
+                    self.assertEqual((int('watch' in block), {}), (said.returncode, self.world.leave()), said.stdout)   # 1: jobs are left
 
 
 # ======== End to end: real files, real programs, from a spec to results ========

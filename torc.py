@@ -32228,88 +32228,404 @@ GLOBAL_ARGUMENTS = (
 # Each text is read in a minute. Where it says torc.py, readers see the name by which they call the program.
 # Lines that begin with $ are examples, which the tests carry out.
 
-MANUAL = {      # topic -> what it is about, and its text
-    'slurm': ('how a workflow runs on a Slurm cluster', """\
-A workflow runs in allocations: Slurm jobs, each of which starts a runner that takes what fits its nodes and
-the time that is left.
+MANUAL = {      # topic -> what it is about, and the text
+    'limits': r'''what runs at once, and what a job may use
 
-    torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
-    torc.py submit READY                                create, initialize, sbatch; returns at once
-    torc.py submit --account A FILE                     all in one; --max-allocations 10: fewer, longer ones
-    torc.py status WF                                   how far it is, and its allocations
-    torc.py explain WF                                  why nothing runs: jobs, queue, actions
-    torc.py cancel WF                                   also cancels the Slurm jobs
-    torc.py slurm schedule-nodes WF -n 2                two more allocations
-    torc.py slurm regenerate WF --account A --submit    new allocations for the jobs that are left
+What runs at once
+    A runner takes as many ready jobs as fit its CPUs, memory and GPUs: in an
+    allocation what Slurm has granted, elsewhere its CPU affinity and quota,
+    the memory that is free, and CUDA_VISIBLE_DEVICES or the driver's GPUs.
+    A job without `resource_requirements` counts as 1 CPU. To give it less:
 
-The server
-    Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
-    share. A lasting one must be reachable from the nodes: torc.py serve --host 0.0.0.0 --port 0 --daemon
-Your own script
-    The last line of a script for sbatch may be: exec /path/torc.py run WF
-    Ask for what the jobs need, and 256 MB for the runner.
-Steps or processes
-    In an allocation each job is a Slurm step (`execution_config: {mode: auto}`, or `slurm`). With `direct` it
-    is a process, as anywhere else; `start_one_worker_per_node` in the action then starts a runner on each
-    node.
-The end of the time
-    Nothing is started that would not end in time. What still runs is stopped `sigkill_headroom_seconds`
-    before the end, with return code 152, unless it saves its work and exits 0 before. With
-    `srun_termination_signal: TERM@120` a signal comes 120 s before that, and runtimes must fit with these.
-Preemption, lost nodes
-    Slurm starts the allocation again. Jobs that were interrupted are ready again, which costs no retry.
-    Those of an allocation that somebody has canceled have failed (-128): `recover` runs them again.
-Jobs that are longer than an allocation (checkpoint and continue)
-    A job saves its state on SIGTERM, exits 75, and goes on when started again. `runtime` is that of a part.
-        failure_handlers: [{name: go_on, rules: [{exit_codes: [75], max_retries: 20}]}]
-        execution_config: {srun_termination_signal: TERM@120}
-        jobs: [{name: sim, command: exec ./sim.sh, resource_requirements: part, failure_handler: go_on}]
-    In sim.sh: trap 'save; exit 75' TERM; ./program & wait
-    After `submit`, `torc.py watch WF --auto-schedule` submits an allocation for each next part.
-What went wrong
-    explain, then `slurm parse-logs torc_output -w WF`: slurm_output_wf*_sl*.e, job_runner_slurm_*.log.
-Accounting
-    `slurm stats` (gathered), `slurm usage` (sum), `slurm sacct` (asks Slurm now)
-Faster commands
-    `torc.py install` compiles this file as the command `torc`: each command starts five times faster.
-"""),
-    'resume': ('how a workflow follows its edited file', """\
-`run FILE` makes a new workflow each time. `run --resume FILE` lets the one that FILE made last follow the
-edited file, and runs what is to run:
+    $ torc.py run workflow.yaml --num-cpus 2 --memory-gb 4 --num-gpus 0
+    $ torc.py run workflow.yaml --max-parallel-jobs 4   # by number alone
 
-    torc.py run --resume --dry-run FILE     only show what differs, and what would run
-    torc.py run --resume FILE               change the workflow, and run it
-    torc.py create --resume FILE            change it, for runners to be started later
+Memory
+    A job that uses more than the `memory` of its requirements is killed with
+    all that it has started: failed, return code 137. Its reason names the use
+    and the limit; `killed by the kernel for lack of memory` or `killed by
+    SIGKILL` was somebody else. Where no `memory` is stated there is no limit.
+    `execution_config: {limit_resources: false}` lifts all of them.
+
+Time
+    `timeout: 20m` of a job (of all: in `execution_config`) ends it: SIGTERM,
+    SIGKILL 30 s later (`sigterm_lead_seconds`), return code 152, terminated.
+    --time-limit and --end-time are for the runner. It starts no job that, by
+    its `runtime`, would not end in time. What still runs has SIGTERM 90 s and
+    SIGKILL 60 s before the end (`sigkill_headroom_seconds`). A job that saves
+    its work and exits 0 in between is completed.
+
+    $ torc.py run workflow.yaml --time-limit 2h
+
+Units
+    512m, 8g, 1.5GB (1k is 1024 bytes); 90s, 30m, 2h, 1d12h, 1:00:00, PT30M. A
+    bare number has the unit that the field or option names: bytes for
+    `memory`, megabytes for `mem`, minutes for `walltime`.
+
+What jobs have used, beside what they asked for
+    `check-resources` compares, `correct-resources` changes the workflow (not
+    its file): the highest use and a fifth more. A time series, which
+    `plot-resources` draws, is kept where the file or `exec` asks for it.
+
+    $ torc.py results list 1                # peak memory, CPU, times
+    $ torc.py workflows check-resources 1 --include-failed
+    $ torc.py workflows correct-resources 1 --dry-run
+    $ torc.py exec -c 'sleep 2' --monitor time-series -i 1 --generate-plots
+''',
+    'output': r'''where output goes, logs, and why a job failed
+
+Files
+    What jobs print is in torc_output/job_stdio: a file for stdout and one for
+    stderr of each attempt. `stdio: {mode: combined}` makes it one, `none` none;
+    `delete_on_success: true` keeps those of failed jobs only.
+
+    $ torc.py logs 1                        # of all jobs, the newest attempts
+    $ torc.py logs 1 greet --tail 20
+    $ torc.py logs 1 --failed
+    $ torc.py logs 1 -f                     # until the jobs have ended
+
+Long output
+    The job goes on, what is more is cut off, and its result says so:
+
+    $ torc.py run workflow.yaml --max-output-bytes 100m
+
+The output directory
+    `run -o DIR` names another one. It belongs to one database: `run` refuses
+    what another one has written to. It may be a colleague's, writable for your
+    group (chmod g+ws); writable for all it must be sticky, as /tmp. While it
+    is missing, full or read-only nothing is started, and no job is lost.
+    Beside job_stdio it holds what actions print (actions_wf1_r1.log), time
+    series (resource_utilization) and the runner's log in an allocation.
+
+Why a job failed
+    The reason is the signal that killed it, the output files that it has not
+    written, or the last line of its stderr, or of its stdout. It is kept with
+    each attempt. `events monitor 1` prints events as they happen.
+
+    $ torc.py explain 1
+    $ torc.py jobs get 2
+    $ torc.py events list 1
+
+To ask somebody for help
+    One file with all logs; look first whether a job has printed a password.
+    `analyze` names known kinds of errors (memory, disk, network, crashes).
+
+    $ torc.py logs bundle 1
+    $ torc.py logs analyze wf1.tar.gz
+''',
+    'server': r'''where the server is, one that stays, copies
+
+Without a server
+    `run` starts one for torc_output/torc.db in the current directory, which
+    leaves after the last runner. In an allocation it listens for other nodes;
+    the directory must be on a file system that they share.
+
+With a server
+    All commands and runners of your account find it, and its token, in each
+    directory that has no torc_output/torc.db of its own. It may be stopped, or
+    killed, and started again on the same database while jobs run. It listens
+    on 127.0.0.1; for other nodes it needs --host 0.0.0.0.
+
+    $ torc.py serve --port 0 --daemon --pid-file server.pid
+    $ torc.py create workflow.yaml
+    $ torc.py run 1                         # any number of them, from anywhere
+    $ kill $(cat server.pid)
 
 Which one
-    The newest workflow in the database with the same name, owner and file (`spec_path` in `workflows get`),
-    unless it is archived. If there is none, a new one is made.
-What runs
-    Jobs that are new, failed, were canceled or have not run yet. Completed jobs whose command (with the
-    parameters in it), invocation script, environment, prerequisites, files or input user data are not those
-    that they ran with, whose input files have changed on disk, or whose output files are gone. And all that
-    depends on these. Actions that are new or changed, if their trigger has occurred.
-What does not
-    All other completed jobs keep their ids, results and output. Resource requirements, priority, scheduler,
-    labels, failure handler, stdio and the like do not change what a job has done: they count when it runs
-    again.
-What is removed
-    Jobs that the file has no longer, with their results; files, user data and so on that nothing needs any
-    more. What commands such as `jobs create` have added stays; what they have changed becomes what the file
-    says. A job or file with another name is another one. What jobs have written into user data stays.
-    On disk nothing, and it says which output files of removed jobs stay. --delete-outputs deletes those that
-    are plain files below the workflow's directory, as their jobs left them, and not named by the file.
+    --url or TORC_API_URL, else --db FILE, else -s (this directory's own), else
+    the one that was started last. On another machine, TORC_TOKEN_FILE names a
+    copy of its token file. `torc.py ping` tells which one answers.
+
+In an allocation
+    Where nothing may run for long on a login node: a script server.sh that
+    queues its next run. Runners and commands wait for it while it moves.
+        #!/bin/bash
+        #SBATCH --job-name=torc-server --dependency=singleton --requeue
+        #SBATCH --account=proj --time=2-00:00:00 --ntasks=1 --mem=1G
+        #SBATCH --signal=B:TERM@120 --open-mode=append --output=server.log
+        (while sleep 300 && kill -0 $$; do
+            [ "$(squeue --me -h -t PD -n torc-server)" ] || sbatch server.sh
+        done) &
+        exec python3 /path/to/torc.py serve -d study.db
+    To end it for good:
+        scancel -u $USER -n torc-server -t PD
+        scancel -u $USER -n torc-server --batch --signal=INT
+
+Copies, and slow file systems
+    The database is torc.db and torc.db-wal: copy it with --backup, at any time.
+    --in-memory keeps it in memory, with a snapshot in its file every 300 s.
+
+    $ torc.py serve --backup copy.db -d torc_output/torc.db
+    $ torc.py -s --in-memory run workflow.yaml
+
+In place of torc-server
+    `serve` takes its options and variables. `torc.py serve -h` lists them.
+''',
+    'slurm': r'''how a workflow runs on a Slurm cluster
+
+A workflow runs in allocations: Slurm jobs, each with a runner that takes the
+jobs that fit its nodes and the time that is left.
+
+    $ torc.py slurm generate --account A FILE -o READY  # plan, to look at first
+    $ torc.py submit READY                              # create it, and sbatch
+    $ torc.py submit --account A FILE                   # both in one
+    $ torc.py explain 1                     # why nothing runs: jobs, queue
+    $ torc.py scheduled-compute-nodes list 1    # its allocations
+    $ torc.py slurm schedule-nodes 1 -n 2   # two more allocations
+    $ torc.py slurm regenerate 1 --account A --submit   # for jobs that are left
+    $ torc.py cancel 1                      # cancels the Slurm jobs, too
+
+What is planned
+    One and a half times the longest `runtime`, on a partition that has it;
+    --max-allocations 10: fewer, which last longer. Partitions are asked for, or
+    see `hpc list`. By hand: `slurm_schedulers`, and actions `schedule_nodes`.
+    `serialize_allocations: true` makes a chain: one allocation after the other.
+
+Your own script
+    Its last line: exec python3 /path/to/torc.py run 1
+    Ask for what the jobs need, and 256 MB for the runner.
+
+Steps or processes
+    In an allocation each job is a step of Slurm (srun). With `execution_config:
+    {mode: direct}` it is a process, as anywhere else: where srun is slow, or
+    jobs call it themselves. `num_nodes: 2` gives a step two whole nodes.
+
+The end of the time
+    What still runs is stopped 60 s before it, return code 152. A signal before
+    that: `srun_termination_signal: TERM@120`. Jobs that are longer than an
+    allocation save their state then, exit 75, and go on when started again:
+        failure_handlers:
+          - {name: go_on, rules: [{exit_codes: [75], max_retries: 20}]}
+        execution_config: {srun_termination_signal: TERM@120}
+    In the script: trap 'save; exit 75' TERM; ./program & wait
+    `watch 1 --auto-schedule` submits allocations for the next parts.
+
+When it does not work
+    explain, then the allocation's own output, torc_output/slurm_output_wf1_*.e.
+    A runner that reports nothing does not reach the server: help server.
+
+    $ torc.py slurm parse-logs torc_output -w 1
+    $ torc.py slurm usage 1                 # node and CPU time; slurm stats
+''',
+    'recovery': r'''what has failed or was lost, run again
+
+Look first
+    $ torc.py explain 1                     # what failed and why, what waits
+    $ torc.py logs 1 --failed
+
+What failed, and all that depends on it, again
+    The first as it is, the second after an edit of the workflow file, the third
+    after a change of input files.
+
+    $ torc.py run 1 --retry-failed
+    $ torc.py run --resume workflow.yaml    # see: help resume
+    $ torc.py workflows reinit 1 && torc.py run 1
+
+What lacked memory or time, or was lost
+    `recover` gives jobs that ran out of memory or time 1.5 times as much, runs
+    those that were lost with their node up to three times, and plans new
+    allocations. What failed for a reason of its own runs only with
+    --retry-unknown, or --recovery-hook CMD, which repairs the cause. It shows
+    the plan, and asks on a terminal.
+
+    $ torc.py recover 1 --dry-run
+    $ torc.py recover 1 --memory-multiplier 2
+
+Retries without you
+    A failure handler runs a job again after certain exit codes, and a script
+    before that. With `use_pending_failed: true` other failures wait for you:
+    `jobs classify ID retry` or `fail`.
+        failure_handlers:
+          - {name: twice, rules: [{exit_codes: [9], max_retries: 2}]}
+
+Allocations that died without a word
+    Jobs whose node or allocation is gone still "run". This asks Slurm, and sets
+    them right: ready again if the node was lost, else failed (-128).
+
+    $ torc.py workflows sync-status 1 --dry-run
+
+Unattended
+    `watch` does all this until the workflow is complete, and exits 0 only if
+    every job has. It may be killed, and goes on when it is started again; where
+    nothing may run for long, with --once from crontab, or in an allocation:
+
+    $ torc.py watch 1 --once --recover --max-retries 3 --auto-schedule
+        sbatch --account=proj --time=2-00:00:00 --ntasks=1 --mem=300M \
+            --job-name=torc-watch --wrap \
+            'exec python3 /path/to/torc.py watch 1 --recover --auto-schedule'
+''',
+    'outages': r'''servers, runners, hosts and disks that fail
+
+The server is away
+    Jobs go on, and their ends are reported when it is back: start it again on
+    the same database. After 20 minutes (the field
+    `compute_node_wait_for_healthy_database_minutes`) a runner starts nothing
+    more, lets its jobs end, and keeps their ends in a journal in
+    torc_output/offline_journal. If it must leave before the server is back it
+    exits 3, and this brings them in, for workflow 1, run 1:
+
+    $ torc.py workflows reconcile 1 1 --base-dir torc_output
+
+    Nothing counts twice, and journals stay as they are. `recover`, `watch` and
+    `sync-status` do the same before they count anything as lost.
+
+A runner, or its host, is gone
+    On this machine its jobs have failed (-128). On another one nobody knows:
+    its running jobs stay its own, and `status` names it as silent. When it
+    comes back all goes on. If it is gone for certain:
+
+    $ torc.py workflows sync-status 1
+    $ torc.py recover 1
+
+Processes
+    Jobs, and all that they have started, end with their runner, even if it is
+    killed: a process above it (torc-keeper in top) sees to it. Not what another
+    service has started for a job (ssh, cron, a container). Ctrl-C gives jobs
+    30 s to save their work, a second one none. They are ready again, and
+    `run 1` continues.
+
+Disks
+    A full disk is waited for. A request is answered when its changes are on
+    disk. Never copy a file over torc.db, nor put an old one beside a
+    torc.db-wal: SQLite would mix them. If it is removed or replaced in use, the
+    server ends, and saves what it had as torc.db.rescued. After the loss of a
+    disk, start from a backup, then `reconcile`: what runners and journals know
+    counts.
+
+A lease on the database
+    On a network file system torc.db.lease says which host serves it. Another
+    one takes over 30 s after the last renewal; --takeover does not wait.
+''',
+    'scripts': r'''JSON, exec, Python, and jobs that call back
+
+Output
+    Results are on stdout, messages on stderr. The text for people may change:
+    a script takes -f json, with the keys of Torc 1.0, or -f csv for lists.
+
+    $ torc.py -f json jobs list 1 --status failed
+    $ torc.py -f csv results list 1 >results.csv
+    $ torc.py help exits                    # what exit codes mean
+
+Keys beside those of Torc
+    jobs list: return_code, exec_time_minutes, reason; results and jobs get:
+    reason; status: run_id, explanation, allocations; workflows list: status.
+    explain is one object: summary, next_steps (commands), status, explanation,
+    and the lists ready, runners, allocations, actions. Each of `ready` has a
+    count, a reason and a code: lacks, no_runner, late (too little time is
+    left), action (its allocation is not submitted), allocation (waits in the
+    queue), busy, next_turn.
+
+    $ torc.py -f json explain 1
+
 Commands without a file
-    `exec -n NAME --resume -C LIST` does the same for the newest workflow of that name that was made in this
-    directory: commands that were in the list before keep their jobs, whatever their place in it is now.
-All of it is one transaction, and a new run if anything is to run. It is refused while runners are at work.
-"""),
+    $ torc.py exec -c 'echo {i}' --param i=1:10 -k  # -k: print what they print
+    $ seq 3 | sed 's/^/echo /' | torc.py exec -n batch -C - -j 8 --retries 2
+    $ seq 9 | sed 's/^/echo /' | torc.py exec -n batch -C - --resume # only new
+
+From Python
+    `import torc; client = torc.Client.connect(needs_server=True)`: a method for
+    each operation, with dicts. help(torc.Client) describes it. A module torc.py
+    hides Torc's own `torc` package.
+
+From a job
+    TORC_API_URL, TORC_TOKEN_FILE and TORC_WORKFLOW_ID lead to its server, for
+    commands and torc.Client alike. Programs that know passwords only take the
+    content of the token file as password, with any user. In Torc's Python:
+        from torc.api import make_api
+        api = make_api(os.environ['TORC_API_URL'])
+        token = open(os.environ['TORC_TOKEN_FILE']).read().strip()
+        api.api_client.set_default_header('Authorization', f'Bearer {token}')
+
+Jobs that make jobs
+    client.spawn_jobs(id, ...) adds jobs that depend on a running one. To call
+    it again adds nothing. When the job runs again, what it spawned is removed.
+''',
+    'security': r'''passwords, https, groups, SQL
+
+Who may use a server
+    Its owner, by a token beside the database (mode 0600). Commands, runners and
+    torc.Client sign requests with it and never send it. curl and Torc's own
+    clients do send it: use https for them. A token that others have seen is
+    replaced by `serve --new-token`. Jobs run as who runs the runner.
+
+Several users
+    Each has a password in a file like Apache's htpasswd. They see all workflows
+    unless --enforce-access-control is given: then their own, and those of their
+    groups (`access-groups`). --admin-user has the owner's rights.
+
+    $ torc.py htpasswd add -f users ann     # asks for the password
+    $ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes \
+          -days 365 -subj "/CN=$(hostname)" \
+          -addext "subjectAltName=DNS:$(hostname)" -keyout key.pem -out cert.pem
+    $ torc.py serve --host 0.0.0.0 --port 0 --auth-file users --admin-user ann \
+          --enforce-access-control --tls-cert cert.pem --tls-key key.pem \
+          --daemon --pid-file server.pid
+    $ torc.py workflows list                # the owner trusts it as it is
+    $ kill $(cat server.pid)
+
+    Ann, with a copy of cert.pem (her name is TORC_USERNAME, else USER):
+        export TORC_API_URL=https://HOST:8080/torc-service/v1
+        export TORC_TLS_CA_CERT=cert.pem
+        torc.py --prompt-password workflows list        # or TORC_PASSWORD
+
+    Without https nothing shows her that it is this server that gets her
+    password. After a change of the file: htpasswd add ... --reload-auth.
+
+What jobs write
+    Names, reasons and logs on a terminal show control characters as \x1b, and
+    CSV cells that a spreadsheet would compute begin with an apostrophe.
+
+SQL on the database
+    Read-only, unless --write is given; then it is recorded. A statement ends
+    after 5 s. `serve --disable-admin-sql` refuses all of it.
+
+    $ torc.py admin sql 'SELECT status, count(*) FROM result GROUP BY status'
+    $ torc.py admin list-audit-log
+''',
+    'resume': r'''how a workflow follows its edited file
+
+`run FILE` makes a new workflow each time. `run --resume FILE` lets the one that
+FILE made last follow the edited file, and runs what is to run:
+
+    $ torc.py run --resume --dry-run workflow.yaml  # only show what differs
+    $ torc.py run --resume workflow.yaml
+    $ torc.py create --resume workflow.yaml     # change it, for runners to come
+
+Which one
+    The newest workflow in the database with the same name, owner and file,
+    unless it is archived. If there is none, a new one is made.
+
+What runs
+    Jobs that are new, failed, were canceled or have not run. Completed jobs
+    whose command, invocation script, environment, prerequisites, files or input
+    data are not those that they ran with, whose input files have changed, or
+    whose output files are gone. And all that depends on these. New or changed
+    actions, if their trigger has occurred.
+
+What does not
+    Other completed jobs keep their ids, results and output. Resources,
+    priority, scheduler, labels, failure handler and stdio do not change what a
+    job has done: they count when it runs again.
+
+What is removed
+    Jobs that the file has no longer, with their results. What commands such as
+    `jobs create` added stays; what they changed becomes what the file says. A
+    job or file with another name is another one. On disk nothing is removed:
+    it says which output files stay. --delete-outputs deletes those that are
+    plain files below the workflow's directory, as their jobs left them.
+
+Commands without a file
+    `exec -n NAME --resume -C LIST` does the same for the newest workflow of
+    that name that was made in this directory, in whatever order the list is.
+
+All of it is one transaction. It is refused while runners are at work.
+''',
 }
 
 
 def format_topic(topic: str) -> str:
-    """A text of the manual."""
-    return MANUAL[topic][1].replace('torc.py', program_name())
+    """A page of the manual."""
+    return f'{topic}: {MANUAL[topic]}'.replace('torc.py', program_name())
 
 
 # ======== 21. Command table: every command with what it takes, and the manual ========
@@ -33027,11 +33343,16 @@ def format_all_commands() -> str:
 
 
 def format_environment() -> str:
-    """Topic `environment`: variables, then exit codes."""
+    """Topic `environment`: who sets what."""
     set_by = {'you': 'You set:', 'torc': 'Set for jobs:'}
-    parts = [f'{title}\n' + format_rows((row.name, row.meaning) for row in ENVIRONMENT if row.set_by == who)
-             for who, title in set_by.items()]
-    return '\n'.join(parts + ['Exit codes:\n' + format_rows((str(row.code), row.meaning) for row in EXITS)])
+    return '\n'.join(f'{title}\n' + format_rows((row.name, row.meaning) for row in ENVIRONMENT
+                                               if row.set_by == who) for who, title in set_by.items())
+
+
+def format_exits() -> str:
+    """Topic `exits`: exit codes of commands, then statuses of jobs."""
+    return ('Exit codes:\n' + format_rows((str(row.code), row.meaning) for row in EXITS) +
+            '\nStatuses of jobs:\n' + format_rows((row.name, row.meaning) for row in STATUSES))
 
 
 COMMANDS_BY_NAME = {command.name: command for command in COMMANDS}
@@ -33041,9 +33362,11 @@ GROUPS = tuple(dict.fromkeys(command.name.split()[0] for command in COMMANDS if 
 TOPICS = {      # of the manual: what makes the text, what it is about
     'spec': (format_field_help, 'every field of a workflow file'),
     'parameters': (format_parameter_help, 'how one job becomes many'),
-    **{topic: (functools.partial(format_topic, topic), about) for topic, (about, _) in MANUAL.items()},
+    **{topic: (functools.partial(format_topic, topic), text[:text.index('\n')])
+       for topic, text in MANUAL.items()},
     'commands': (format_all_commands, 'every command, and options of all'),
-    'environment': (format_environment, 'environment variables and exit codes'),
+    'environment': (format_environment, 'environment variables'),
+    'exits': (format_exits, 'exit codes, and statuses of jobs'),
 }
 
 
