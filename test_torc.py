@@ -8,7 +8,6 @@
     python3 test_torc.py --require shared,python36    a skip of these groups is a failure
     python3 test_torc.py bench [--quick] [--python PATH]    measurements beside this machine's xargs and make
     python3 test_torc.py faults [PATTERN...] [--seed N]    the tests of faults at length: many kills, a whole night
-    python3 test_torc.py readme                writes the reference part of README.md anew
 
 What needs a Slurm cluster runs on those of `.ci/slurm_testbed.sh start DIRECTORY` that TORC_TEST_SLURM names, and what
 needs hosts that ssh reaches on those of `.ci/ssh_testbed.sh start DIRECTORY` that TORC_TEST_SSH names.
@@ -2717,13 +2716,11 @@ class FieldsTest(unittest.TestCase):
             self.assertIn(field.type, torc.TYPES)
             self.assertTrue(field.help)
 
-    def test_help_and_reference_name_every_field(self):
-        texts = (torc.format_field_help(), format_field_markdown())
+    def test_help_names_every_field(self):
+        text = torc.format_field_help()
         for field in torc.FIELDS:
-            for text in texts:
-                self.assertIn(field.name, text)
-                self.assertIn(field.help.replace('|', '\\|') if text is texts[1] else field.help, text)
-        self.assertLess(max(map(len, texts[0].splitlines())), 121)
+            self.assertRegex(text, f'(?m)^  {field.name} .*{re.escape(field.help)}')
+        self.assertLess(max(map(len, text.splitlines())), 121)
 
     def test_parameter_help_says_where_they_work(self):
         text = torc.format_parameter_help()
@@ -17364,7 +17361,7 @@ class RemoteHomeTest(RemoteCase):
             self.assertExit(1, self.remote('status', 1, '--ssh-option=' + option), text)
 
     def test_the_chapter_of_the_readme_does_what_it_says(self):
-        chapter = read_text(os.path.join(HERE, 'README.md')).partition('## Several machines by ssh\n')[2].partition('\n## ')[0]
+        chapter = read_text(os.path.join(HERE, 'README.md')).partition('## Workers over ssh\n')[2].partition('\n## ')[0]
         config = self.world.write('ssh_config', read_text(self.hosts.config).replace('Host w', 'Host node'))
         os.chmod(self.world.write('bin/ssh', f'#!/bin/sh\nexec {shutil.which("ssh")} -F {shlex.quote(config)} "$@"\n'), 0o755)
         for path, name in ((TORC, 'torc.py'), (EXAMPLES, 'examples'), (sys.executable, 'bin/python3')):
@@ -22524,10 +22521,10 @@ class WatchOnSlurmTest(SlurmTest):
     def test_its_allocation_is_canceled(self):
         self.assertIn('Recovery initiated. Resuming monitoring', self.end_and_watch(self.cancel).err)
 
-    def test_the_command_of_the_readme_makes_it_an_allocation_of_its_own(self):
-        command = re.search(r"^sbatch (?:.*\\\n)*.*'exec python3 torc.py watch 1 .*'$", read_text(os.path.join(HERE, 'README.md')), re.M).group()
+    def test_the_command_of_the_manual_makes_it_an_allocation_of_its_own(self):
+        command = re.search(r"^ +sbatch (?:.*\\\n)*.*'exec python3 /path/to/torc.py watch 1 .*'$", torc.MANUAL['recovery'], re.M).group()
         for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:10:00'), ('watch 1', 'watch 1 -p 1'),
-                         ('python3 torc.py', f'{sys.executable} "{stub_path()}"'), ('--wrap', '--output=watch.out --wrap')):
+                         ('python3 /path/to/torc.py', f'{sys.executable} "{stub_path()}"'), ('--wrap', '--output=watch.out --wrap')):
             self.assertIn(old, command)
             command = command.replace(old, new)
         self.world.write('w.yaml', self.SPEC)
@@ -24004,7 +24001,7 @@ class ClusterCase(SlurmTest, FlowTest):
 
 @slow
 class SlurmTravelTest(SlurmTest, FlowTest):
-    """A server in one allocation after the other of its own, as README.md says."""
+    """A server in one allocation after the other of its own, as `help server` says."""
     TRAVELLED = '''
         name: travelled
         resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
@@ -24030,16 +24027,15 @@ class SlurmTravelTest(SlurmTest, FlowTest):
             return '' if found.get('moved_at') or found['allocation'] in known else found['allocation']
         return self.world.wait(look, 60, 'the next server', (), self.state)
 
-    def test_a_workflow_goes_on_while_the_script_of_the_readme_submits_itself_until_it_is_ended_for_good(self) -> None:
+    def test_a_workflow_goes_on_while_the_script_of_the_manual_submits_itself_until_it_is_ended_for_good(self) -> None:
         self.database, name, torc_py = self.world.path('study.db'), 'torc-' + self.world.mark, f'{sys.executable} {shlex.quote(stub_path())}'
         self.world.write('w.yaml', self.TRAVELLED.replace('{torc}', torc_py))
         self.assertExit(0, self.world.cli('--db', 'study.db', 'create', 'w.yaml'))
-        form = re.compile(r'^#!/bin/bash\n#SBATCH --job-name=torc-server.*?^exec .*?\n', re.M | re.S)
-        script = form.search(read_text(os.path.join(HERE, 'README.md'))).group()
+        script = textwrap.dedent(re.search(r'(?ms)^ +#!/bin/bash\n.*?^ +exec .*?\n', torc.MANUAL['server']).group())
         pause = re.search(r'\(while sleep ([0-9]+) && kill', script)
         self.assertGreater(float(pause.group(1)), torc.HOLDER_PATIENCE_S + torc.Lease.watch_s())    # or it never ends
         for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:05:00'), ('sleep 300', 'sleep 8'),
-                         ('python3 /path/torc.py', torc_py), ('torc-server', name)):
+                         ('python3 /path/to/torc.py', torc_py), ('torc-server', name)):
             self.assertIn(old, script)
             script = script.replace(old, new)
         self.world.write('server.sh', script)
@@ -25631,61 +25627,6 @@ class ProjectLaws(unittest.TestCase):
 
 # -------- README --------
 
-def format_field_markdown() -> str:
-    """Tables of the fields of a workflow file."""
-    lines = []
-    for where, title in torc.BLOCKS.items():
-        lines += [f'#### {title}', '', '| field | type | default | {} | meaning |', '|---|---|---|---|---|']
-        for field in torc.FIELDS_OF[where].values():
-            is_template = 'yes' if field.is_template else ''
-            cells = (f'`{field.name}`', torc.TYPES[field.type].words, torc.format_default(field), is_template, field.help)
-            lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
-        lines.append('')
-    return '\n'.join(lines)
-
-
-def table_markdown(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table."""
-    lines = [list(headers), ['---'] * len(headers)] + [[str(cell).replace('|', '\\|') for cell in row] for row in rows]
-    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
-
-
-def reference_parts() -> Dict[str, str]:
-    """What stands between README's markers, made from torc.py's tables."""
-    return {
-        'fields': format_field_markdown().strip(),
-        'commands': table_markdown(('command', 'what it does', 'example'), (
-            (f'`{row.name}`', row.help, f'`torc.py {row.example}`') for row in torc.COMMANDS)),
-        'environment': table_markdown(('variable', 'set by', 'meaning'),
-                                      ((f'`{row.name}`', row.set_by,
-                                        row.meaning) for row in torc.ENVIRONMENT)),
-        'exits': table_markdown(('code', 'meaning'), ((row.code, row.meaning) for row in torc.EXITS)),
-        'statuses': table_markdown(('status', 'meaning'), ((f'`{row.name}`', row.meaning) for row in torc.STATUSES)),
-    }
-
-
-def made_readme(text: str) -> str:
-    """README with its reference parts made anew."""
-    for name, part in reference_parts().items():
-        begin, end = f'<!-- begin: {name} -->', f'<!-- end: {name} -->'
-        before, found, rest = text.partition(begin)
-        assert found and end in rest, f'README.md wants the lines {begin} and {end}'
-        text = before + begin + '\n' + part + '\n' + end + rest.partition(end)[2]
-    return text
-
-
-def write_readme() -> int:
-    """`test_torc.py readme`."""
-    path = os.path.join(HERE, 'README.md')
-    old = read_text(path)
-    new = made_readme(old)
-    if new != old:
-        with open(path, 'w', encoding='utf-8') as file:
-            file.write(new)
-    print('README.md: ' + ('written' if new != old else 'as it was'))
-    return 0
-
-
 @slow
 class ReadmeLaws(unittest.TestCase):
     """README.md tells the truth."""
@@ -25694,8 +25635,15 @@ class ReadmeLaws(unittest.TestCase):
     def setUp(self) -> None:
         self.text = read_text(os.path.join(HERE, 'README.md'))
 
-    def test_its_reference_is_what_the_tables_make(self):
-        self.assertTrue(made_readme(self.text) == self.text, 'it is out of date; run: python3 test_torc.py readme')
+    def test_it_is_short_and_so_are_its_paragraphs(self):
+        self.assertLessEqual(self.text.count('\n'), 300)
+        prose = re.sub(r'(?ms)^```.*?^```$|^    .*?$', '', self.text)
+        for paragraph in re.split(r'\n\n+|\n(?=\* )', prose):
+            self.assertLessEqual(paragraph.strip('\n').count('\n'), 5, paragraph)
+
+    def test_it_names_every_page_of_the_manual(self):
+        for topic in torc.TOPICS:
+            self.assertIn(f'`{topic}`', self.text)
 
     def test_every_command_that_it_shows_exists(self):
         names = {row.name for row in torc.COMMANDS}
@@ -25711,9 +25659,8 @@ class ReadmeLaws(unittest.TestCase):
             self.assertTrue(row.example.startswith(row.name), row.name)
             self.assertEqual(row.name, torc.parse_command_line(shlex.split(row.example)).command.name, row.example)
 
-    def test_its_lines_for_the_client_of_torc_show_the_token(self):
-        lines = re.findall(r'(?:^    .*\n)+', self.text.partition("**A job that calls back**")[2], re.MULTILINE)[0]
-        self.assertEqual(4, lines.count('\n'))
+    def test_lines_for_the_client_of_torc_show_the_token(self):
+        lines = re.search(r'^ +from torc\.api(?:.*\n){4}', torc.MANUAL['scripts'], re.MULTILINE).group()
         with tempfile.NamedTemporaryFile('w') as file, \
                 unittest.mock.patch.dict(os.environ, {'TORC_API_URL': 'http://here', 'TORC_TOKEN_FILE': file.name}):
             file.write('T' * 43 + '\n')
@@ -25748,20 +25695,25 @@ class ReadmeLaws(unittest.TestCase):
         self.assertLessEqual(max(map(len, text.split('\n'))), 80)
         return text
 
-    def test_its_start_does_what_it_shows(self):
-        block = re.search(r'```console\n(.*?)```', self.text, re.DOTALL).group(1)
+    def test_its_start_and_its_workflow_file_do_what_they_show(self):
         world = World()
         self.addCleanup(world.close)
         os.symlink(TORC, world.path('torc.py'))
         os.symlink(EXAMPLES, world.path('examples'))
-        said = []
-        for command in re.findall(r'^\$ (.*)$', block, re.MULTILINE):
-            words = command.replace('python3 ', shlex.quote(sys.executable) + ' ')
-            said.append(f'$ {command}\n' + self.type(words, world))
+        world.write('squares.yaml', re.search(r'```yaml\n(.*?)```', self.text, re.DOTALL).group(1))
 
         def less_times(text: str) -> List[str]:
             return [line.rstrip() for line in re.sub(r'\b\d+(\.\d+)?s\b', 'TIME', text).splitlines()]
-        self.assertEqual(less_times(block), less_times(''.join(said)))
+        for block in re.findall(r'```console\n(.*?)```', self.text, re.DOTALL):
+            said = []
+            for command in re.findall(r'^\$ (.*)$', block, re.MULTILINE):
+                words = command.replace('python3 ', shlex.quote(sys.executable) + ' ')
+                said.append(f'$ {command}\n' + self.type(words, world))
+            self.assertEqual(less_times(block), less_times(''.join(said)))
+
+    def test_it_is_started_as_a_module_too(self):
+        done = subprocess.run([sys.executable, '-m', 'torc', '--version'], cwd=HERE, stdout=subprocess.PIPE)
+        self.assertEqual((0, f'torc {torc.__version__}\n'), (done.returncode, done.stdout.decode()))
 
     def test_its_python_does_what_it_says(self):
         script = re.search(r'```python\n(.*?)```', self.text, re.DOTALL).group(1)
@@ -27126,7 +27078,7 @@ def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[st
 def main(argv: Sequence[str]) -> int:
     """The door: a subcommand, or the names of tests."""
     parser = argparse.ArgumentParser(description='Tests, measurements and fault injection of torc.py.')
-    parser.add_argument('patterns', nargs='*', help="tests to run, or one of: bench, faults, readme")
+    parser.add_argument('patterns', nargs='*', help="tests to run, or one of: bench, faults")
     parser.add_argument('-v', '--verbose', action='store_true', help='a line per test, and the slowest ones')
     parser.add_argument('--require', default='', metavar='GROUP,...', help='groups whose skip is a failure')
     parser.add_argument('--all', action='store_true', help='the tests that take long, too')
@@ -27149,8 +27101,6 @@ def main(argv: Sequence[str]) -> int:
         print(f'seed {FAULTS.seed}: repeat with --seed {FAULTS.seed}')
         options.patterns = ['FaultTest.*' + part.replace(' ', '_') for part in options.patterns[1:] or ['']]
         options.verbose, options.jobs = True, 1
-    if options.patterns == ['readme']:
-        return write_readme()
     suites, required = chosen_tests(options.patterns, options.all), [group for group in options.require.split(',') if group]
     if options.shuffle is not None:
         random.Random(options.shuffle).shuffle(suites)

@@ -31968,7 +31968,7 @@ class Argument(Row):
 
 
 class Command(Row):
-    """One command. Its JSON and CSV are described in README."""
+    """One command. What its JSON has beside Torc's keys: `help scripts`."""
     name: str
     run: CommandFunction
     help: str
@@ -32630,8 +32630,8 @@ def format_topic(topic: str) -> str:
 
 # ======== 21. Command table: every command with what it takes, and the manual ========
 #
-# COMMANDS is the one place that knows which commands there are: the parser, the manual, README's
-# reference and the tests read it.
+# COMMANDS is the one place that knows which commands there are: the parser, the manual and the tests
+# read it.
 #
 # argparse reads the options of the chosen command, and those of all: of two with one name the command's own.
 # main() is where errors become messages and exit codes: nothing below it ends the program.
