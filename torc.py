@@ -32566,7 +32566,7 @@ Several users
     Ann, with a copy of cert.pem (her name is TORC_USERNAME, else USER):
         export TORC_API_URL=https://HOST:8080/torc-service/v1
         export TORC_TLS_CA_CERT=cert.pem
-        torc.py --prompt-password workflows list        # or TORC_PASSWORD
+        torc.py --prompt-password workflows list   # or TORC_PASSWORD_FILE
 
     Without https nothing shows her that it is this server that gets her
     password. After a change of the file: htpasswd add ... --reload-auth.
@@ -32579,7 +32579,7 @@ SQL on the database
     Read-only, unless --write is given; then it is recorded. A statement ends
     after 5 s. `serve --disable-admin-sql` refuses all of it.
 
-    $ torc.py admin sql 'SELECT status, count(*) FROM result GROUP BY status'
+    $ torc.py admin sql 'SELECT name, status_name(status) FROM job'
     $ torc.py admin list-audit-log
 ''',
     'resume': r'''how a workflow follows its edited file
