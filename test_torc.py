@@ -19256,10 +19256,10 @@ class UsedResourcesTest(CommandTest):
             found = self.json('workflows correct-resources 1 --dry-run ' + options)['adjustments']
             self.assertEqual(expected, [(item['direction'], item['new_memory']) for item in found], options)
         self.assertEqual('error', self.json('workflows correct-resources 1 --job-ids 99', 4)['status'])
-        for line, message in (('correct-resources 1 --cpu-multiplier 0.5', "'0.5' is not a multiplier"),
+        for line, message in (('correct-resources 1 --cpu-multiplier 0.5', '0.5 is less than 1'),
                               ('check-resources 1 -f csv', 'has no CSV form'),
-                              ('check-resources 1 --min-over-utilization few', "'few' is not a number of percent"),
-                              ('correct-resources 1 --runtime-multiplier nan', "'nan' is not a multiplier")):
+                              ('check-resources 1 --min-over-utilization few', "'few' is not a number"),
+                              ('correct-resources 1 --runtime-multiplier nan', "'nan' is not a number")):
             self.assertIn(message, self.assertExit(2, self.world.main('workflows', *line.split())).err)
 
     def test_plots_show_what_the_jobs_of_a_workflow_asked_for(self):
@@ -21658,7 +21658,7 @@ class RecoverTest(RecoverCase):
                 result = self.json('recover 1 --dry-run ' + options)['result']
                 self.assertEqual(retried, result['jobs_to_retry'])
                 self.assertEqual(changes, {tuple(row['changed_job_ids']): row.get('new_memory') for row in result['adjustments']})
-        self.assertIn("'0.5' is not a multiplier", self.assertExit(2, self.world.main('recover', 1, '--memory-multiplier', '0.5')).err)
+        self.assertIn('0.5 is less than 1', self.assertExit(2, self.world.main('recover', 1, '--memory-multiplier', '0.5')).err)
 
     def test_a_hook_goes_first_and_may_veto(self):
         self.ended(self.SPEC, self.ENDS)
@@ -22600,7 +22600,7 @@ class PasswordCommandTest(CommandTest):
                                      ('open-sesame', '', 'not a valid user name'),
                                      ('open-sesame', 'anonymous', 'cannot be a user')):
             self.assertExit(2, self.feed(password, 'add', '-f', 'users', '-c', '4', user), text)
-        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '3', 'ann'), 'not between 4 and 16')
+        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '3', 'ann'), '3 is less than 4')
         self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'no/users', '-c', '4', 'ann'), 'cannot write no/users')
         self.assertFalse(os.path.exists(self.world.path('users')))
 
@@ -25183,7 +25183,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33686
+TORC_LINES = 33635
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

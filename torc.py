@@ -26274,17 +26274,6 @@ def parse_number(text: str) -> int:
     return int(text)
 
 
-def parse_factor(text: str) -> float:
-    """A multiplier of what was seen: 1 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1 <= value <= 1000:
-        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
-    return value
-
-
 def parse_time_span(text: str) -> int:
     """A walltime as sbatch takes it, or as people write it -> seconds."""
     return parse_walltime(normalize_walltime(text))
@@ -26298,14 +26287,23 @@ def parse_allocation_time(text: str) -> int:
     return value_s
 
 
-def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
-    """A parser of numbers that are not below `least`."""
+def at_least(least: float, parse: Callable[[str], Any] = parse_number,
+             most: float = MAX_INTEGER) -> Callable[[str], Any]:
+    """A parser of numbers that are not below `least`, nor above `most`."""
     def read(text: str) -> Any:
         value = parse(text)
-        if value < least:
-            raise ValueError(f'{text} is less than {least:g}')
+        if not least <= value <= most:
+            limit = f'less than {least:g}' if value < least else f'more than {most:g}'
+            raise ValueError(f'{text} is {limit}')
         return value
     return read
+
+
+def parse_decimal(text: str) -> float:
+    """A number such as 1.5."""
+    if not PLAIN_NUMBER.match(text):
+        raise ValueError(f'{text!r} is not a number')
+    return float(text)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
@@ -31984,22 +31982,6 @@ def parse_id(text: str) -> int:
     return int(text)
 
 
-def parse_ids(text: str) -> List[int]:
-    """'3,5' -> [3, 5]."""
-    return [parse_id(word.strip()) for word in text.split(',')]
-
-
-def parse_percent(text: str) -> float:
-    """Percent, without the sign."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f'{text!r} is not a number of percent, such as 5')
-    return value
-
-
 def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
     """A parser of values with commas between them."""
     return lambda text: list(map(parse, text.split(',')))
@@ -32042,15 +32024,8 @@ def parse_label(text: str) -> str:
     return text
 
 
-def parse_cost(text: str) -> int:
-    """Work of a password's hash, as bcrypt counts it."""
-    value = parse_number(text)
-    if not 4 <= value <= MOST_PASSWORD_COST:
-        raise ValueError(f'{text} is not between 4 and {MOST_PASSWORD_COST}')
-    return value
-
-
 parse_ids, parse_labels = comma_separated(parse_id), comma_separated(parse_label)
+parse_factor = at_least(1, parse_decimal, 1000)     # of what was seen
 parse_status = one_of(*STATUS_CODES)
 LOG_LEVELS = ('debug', 'info', 'warning', 'error', 'off')
 MONITOR_WORDS = ('off', 'summary', 'time-series')
@@ -32071,6 +32046,10 @@ ALTHOUGH_RUNNING = Argument('--force', '', 'even if jobs are running')
 DRY_RUN = Argument('--dry-run', '', 'only show what would happen')
 FORCE = Argument('--force', '', 'proceed even if input files are missing, or jobs or runners are active')
 OUTPUT_DIR = Argument('-o --output-dir', 'DIR', 'output directory', default=DEFAULT_OUTPUT_DIR)
+RUNNER_OUTPUT_DIR = OUTPUT_DIR._replace(meaning='output directory of the runner')
+RUN_ID = Argument('--run-id', 'N', 'only of this run', at_least(0))
+ATTEMPT_ID = Argument('--attempt-id', 'N', 'only of this attempt', at_least(1))
+LOGS_OF = Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id)
 LIMIT = Argument('-l --limit', 'N', 'maximum number of items', at_least(1))
 OFFSET = Argument('--offset', 'N', 'number of items to skip', at_least(0))
 SORT = Argument('--sort-by', 'FIELD', 'sort by a field')
@@ -32173,12 +32152,14 @@ RECOVER_OPTIONS = (
     Argument('--ai-agent', 'CMD', 'a program that takes a prompt as its last word (there is no default)'),
     Argument('--partition', 'NAME', 'of new allocations'),
     Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_allocation_time),
+    Argument('--account', 'NAME', 'account to charge for new allocations'),
+    Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
 )
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
 PASSWORD = Argument('-p --password', 'PW', 'the password; without it you are asked, or stdin is read')
 COST = Argument('-c --cost', 'N', f'cost of the hash; each step doubles the work: 4 to {MOST_PASSWORD_COST}',
-                parse_cost, default=DEFAULT_PASSWORD_COST)
+                at_least(4, most=MOST_PASSWORD_COST), default=DEFAULT_PASSWORD_COST)
 RELOAD_OPTIONS = (
     Argument('--reload-auth', '', 'then have the server read its password file again (see --url)'),
     Argument('--server-password', 'PW', 'your own password at the server that --url names'))
@@ -32644,7 +32625,7 @@ def cmd_help(session: Session, args: Arguments) -> int:
     if not words:
         session.show(format_overview())
     elif words in TOPICS:
-        session.show(TOPICS[words][0]().replace('torc.py ', f'{program_name()} '))
+        session.show(TOPICS[words][0]())
         if words in GROUPS:
             session.show('\n' + format_command_help(words))
     else:
@@ -32663,7 +32644,7 @@ COMMANDS = (
     Command('slurm-job-runner', cmd_slurm_job_runner,
             "run a workflow's jobs in the Slurm job around it: what the scripts of allocations call", (
         Argument('URL', '', 'server, or path of an embedded database', key='server'),
-        Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id'),
+        NEEDED_WF,
         Argument('DIR', '', 'output directory', key='output_dir'),
         Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
                  at_least(0.01, parse_seconds), default=SLURM_POLL_INTERVAL_S),
@@ -32738,14 +32719,10 @@ COMMANDS = (
         Argument('--auto-schedule-cooldown', 'SECONDS', '... so much after the last time (default 1800)',
                  at_least(0, parse_seconds), default=1800.0),
         Argument('--auto-schedule-stranded-timeout', 'SECONDS', '... and for fewer jobs after this time '
-                 '(default 7200; 0: never)', at_least(0, parse_seconds), default=7200.0),
-        Argument('--account', 'NAME', 'account to charge for new allocations'),
-        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)')),
+                 '(default 7200; 0: never)', at_least(0, parse_seconds), default=7200.0)),
         'watch 1 --recover --auto-schedule'),
     Command('recover', cmd_recover, 'run failed jobs again with what they lacked, in new allocations', (
-        ASKED_WF, *RECOVER_OPTIONS,
-        Argument('--account', 'NAME', 'account to charge for new allocations'),
-        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), DRY_RUN),
+        ASKED_WF, *RECOVER_OPTIONS, DRY_RUN),
         'recover 1 --dry-run'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
@@ -32758,34 +32735,26 @@ COMMANDS = (
         Argument('JOB', '', 'ids or names of jobs; without them all that ran', count='*', key='jobs'),
         Argument('--failed', '', 'only of failed jobs'),
         Argument('-f --follow', '', 'keep printing what they write, until they have ended'),
-        Argument('-o --output-dir', 'DIR', "output directory of the runner", default=DEFAULT_OUTPUT_DIR),
-        Argument('--run-id', 'N', 'only of this run', at_least(0)),
-        Argument('--attempt-id', 'N', 'only of this attempt', at_least(1)),
+        RUNNER_OUTPUT_DIR, RUN_ID, ATTEMPT_ID,
         Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only'),
         Argument('-n --tail', 'LINES', 'only the last lines of each file', at_least(0))), 'logs 1 greet'),
     Command('logs bundle', cmd_logs_bundle, 'pack all logs of a workflow into wfWF.tar.gz', (
-        ASKED_WF,
-        Argument('-o --output-dir', 'DIR', "output directory of the runner", default=DEFAULT_OUTPUT_DIR),
-        Argument('--bundle-dir', 'DIR', 'where to put it', default='.')), 'logs bundle 1'),
+        ASKED_WF, RUNNER_OUTPUT_DIR, Argument('--bundle-dir', 'DIR', 'where to put it', default='.')),
+        'logs bundle 1'),
     Command('logs analyze', cmd_logs_analyze, 'find known kinds of errors in logs', (
-        Argument('PATH', '', "a bundle, or the output directory of a runner"),
-        Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id)),
+        Argument('PATH', '', "a bundle, or the output directory of a runner"), LOGS_OF),
         f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
     Command('slurm sacct', cmd_slurm_sacct, 'show what sacct says of allocations and their steps', (
         ASKED_WF,
-        Argument('-o --output-dir', 'DIR', 'where --save-json puts its files', default=DEFAULT_OUTPUT_DIR),
+        OUTPUT_DIR._replace(meaning='where --save-json puts its files'),
         Argument('--save-json', '', 'write sacct_ID.json for each allocation, too')),
         'slurm sacct 1', has_csv=True),
     Command('slurm stats', cmd_slurm_stats, 'list what was accounted of each attempt', (
-        Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id'),
-        Argument('--job-id', 'N', 'only of this job', parse_id),
-        Argument('--run-id', 'N', 'only of this run', at_least(0)),
-        Argument('--attempt-id', 'N', 'only of this attempt', at_least(1))), 'slurm stats 1', has_csv=True),
+        NEEDED_WF, JOB._replace(names='--job-id'), RUN_ID, ATTEMPT_ID), 'slurm stats 1', has_csv=True),
     Command('slurm usage', cmd_slurm_usage, 'sum up the node and CPU time of allocations', (
         ASKED_WF,), 'slurm usage 1'),
     Command('slurm parse-logs', cmd_slurm_parse_logs, 'find errors in logs of allocations and jobs', (
-        Argument('PATH', '', 'output directory of the runners'),
-        Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id),
+        Argument('PATH', '', 'output directory of the runners'), LOGS_OF,
         Argument('--errors-only', '', 'no warnings')), f'slurm parse-logs {DEFAULT_OUTPUT_DIR} -w 1'),
     Command('plot-resources', cmd_plot_resources, 'draw what a monitor has sampled, as pages for a browser', (
         Argument('DB', '', 'databases resource_metrics_*.db of runners', count='+', key='databases'),
@@ -32903,11 +32872,11 @@ COMMANDS = (
         (ASKED_WF,), 'workflows diagnose 1'),
     Command('workflows check-resources', cmd_check_resources,
         'compare what jobs used with what they asked for', (
-        ASKED_WF, Argument('-r --run-id', 'N', 'only of this run', at_least(0)),
+        ASKED_WF, RUN_ID._replace(names='-r --run-id'),
         Argument('-a --all', '', 'also what stayed within its limits'),
         Argument('--include-failed', '', 'also of failed and terminated jobs, with likely causes'),
-        Argument('--min-over-utilization', 'PERCENT', 'by how much a limit must be exceeded', parse_percent,
-                 default=1.0)),
+        Argument('--min-over-utilization', 'PERCENT', 'by how much a limit must be exceeded',
+                 at_least(0, parse_decimal), default=1.0)),
         'workflows check-resources 1 --all'),
     Command('workflows correct-resources', cmd_correct_resources,
         'change resource requirements to what jobs used, and a margin', (
@@ -33040,15 +33009,15 @@ COMMANDS = (
     Command('failure-handlers get', cmd_get, 'show a failure handler', (ID,), 'failure-handlers get 1'),
 
     Command('results list', cmd_results_list, 'list results of the current run', (
-        ASKED_WF, JOB, Argument('-r --run-id', 'N', 'only of this run', at_least(0)),
+        ASKED_WF, JOB, RUN_ID._replace(names='-r --run-id'),
         Argument('--return-code', 'N', 'only with this return code', parse_number),
         Argument('--failed', '', 'only with a return code other than 0'),
         Argument('-s --status', 'STATUS', 'only with this status', parse_status),
         Argument('--compute-node', 'ID', 'only of this compute node', parse_id, key='compute_node_id'),
         Argument('--all-runs', '', 'include earlier runs and attempts'), *PAGE_OPTIONS,
         Argument('--include-logs', '', 'JSON: include the paths of output files'),
-        Argument('-o --output-dir', 'DIR', "output directory of the runner, for --include-logs",
-                 default=DEFAULT_OUTPUT_DIR)), 'results list 1 --failed', True),
+        OUTPUT_DIR._replace(meaning='output directory of the runner, for --include-logs')),
+        'results list 1 --failed', True),
     Command('results get', cmd_get, 'show a result', (ID,), 'results get 1'),
     Command('results delete', cmd_delete, 'delete a result', (ID,), 'results delete 1'),
 
@@ -33401,20 +33370,20 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
         position = words.index('--')
         words, rest = words[:position], words[position + 1:]
     options = {key_of(argument): argument.default for argument in GLOBAL_ARGUMENTS}
-    words = read_options(GLOBAL_ARGUMENTS, words, options, True)
+    found, words = read_options(GLOBAL_ARGUMENTS, words, True)
+    options.update(found)
     if not words:
         return Parsed(None, {}, options)
     if words[0] in GROUPS and words[1:] in (['-h'], ['--help']):
         return Parsed(COMMANDS_BY_NAME['help'], {'topic': words[:1]}, options)
     command, words = find_command(words, options)
     args = {key_of(argument): argument.default for argument in command.arguments}
-    found = {}      # type: Arguments
-    takes_rest = [argument.count for argument in command.arguments[-1:]] == ['--']
-    words = read_options((*GLOBAL_ARGUMENTS, *command.arguments), words, found, takes_rest)
+    takes_rest = '--' in [argument.count for argument in command.arguments]
+    found, words = read_options((*GLOBAL_ARGUMENTS, *command.arguments), words, takes_rest)
     if found.get('help'):
         return Parsed(command, args, dict(options, help=True))
     try:
-        assign_words(command, words, rest, found)
+        assign_words(command, words if takes_rest else words + rest, rest, found)
     except ValueError as error:
         raise BadInput(f'{error}; usage: {program_name()} {format_usage(command)}') from None
     args.update((key, value) for key, value in found.items() if key in args)
@@ -33435,7 +33404,8 @@ def find_command(words: List[str], options: Arguments) -> Tuple[Command, List[st
     if first not in GROUPS:
         near = did_you_mean(first, [*COMMANDS_BY_NAME, *GROUPS])
         raise BadInput(f'there is no command {first!r}{near} (see: {program_name()} help)')
-    rest = read_options(GLOBAL_ARGUMENTS, rest, options, True)
+    found, rest = read_options(GLOBAL_ARGUMENTS, rest, True)
+    options.update(found)
     if rest and f'{first} {rest[0]}' in COMMANDS_BY_NAME:
         return COMMANDS_BY_NAME[f'{first} {rest[0]}'], rest[1:]
     verbs = verbs_of(first)
@@ -33445,58 +33415,39 @@ def find_command(words: List[str], options: Arguments) -> Tuple[Command, List[st
     raise BadInput(f"there is no command '{first} {rest[0]}'{near} ({first} has: {known})")
 
 
-def read_options(arguments: Sequence[Argument], words: Sequence[str], found: Arguments,
-                 until_word: bool) -> List[str]:
-    """Put the values of options into `found`, and return the other words; perhaps all from the first on."""
-    options = [argument for argument in arguments if argument.names.startswith('-')]
-    parser = option_parser(options)
-    if until_word:
-        parser.add_argument('words', nargs=argparse.PARSER).required = False
-    given_options, others = parser.parse_known_args(words)
-    found.update(vars(given_options))
-    for word in others:
-        if word.startswith('-') and word != '-' and not re.match(r'-[0-9]+\Z', word):   # stdin, and -9
-            name = word.partition('=')[0] if word.startswith('--') else word[:2]
-            near = did_you_mean(name, ' '.join(argument.names for argument in options).split())
-            raise BadInput(f'unknown option {name}{near}')
-    for argument in options:
-        if argument.count in '*+' and found.get(key_of(argument)):
-            found[key_of(argument)] = list(flat(found[key_of(argument)]))
-    return others + found.pop('words', [])
-
-
-def flat(value: Any) -> Iterator[Any]:
-    """Values in lists of lists."""
-    if isinstance(value, list):
-        for part in value:
-            yield from flat(part)
-    else:
-        yield value
-
-
-def option_parser(options: Sequence[Argument]) -> Any:
-    """Reads options; of two that have the same name the later one."""
+def read_options(arguments: Sequence[Argument], words: Sequence[str],
+                 until_word: bool) -> Tuple[Arguments, List[str]]:
+    """Values of options, and the words that are none; perhaps all from the first of these on. BadInput."""
+    options = {key_of(argument): argument for argument in arguments if argument.names.startswith('-')}
     # Without abbreviations, Python before 3.8 would not know -p5.
     parser = argparse.ArgumentParser(program_name(), '', argument_default=argparse.SUPPRESS, add_help=False,
                                      conflict_handler='resolve', allow_abbrev=sys.version_info < (3, 8))
     parser.error = refuse_option
-    for option in options:
-        form = {'action': 'store_true'}    # type: Dict[str, Any]
-        if option.value:
-            form = {'type': option_type(option.parse), 'nargs': '+' if option.count == '+' else None,
-                    'action': 'append' if option.count in '*+' else 'store'}
-        parser.add_argument(*option.names.split(), dest=key_of(option), **form)
-    return parser
+    forms = {'*': {'action': 'append', 'nargs': 1}, '+': {'action': 'append', 'nargs': '+'}}
+    for key, option in options.items():
+        form = forms.get(option.count, {}) if option.value else {'action': 'store_true'}
+        parser.add_argument(*option.names.split(), dest=key, **form)
+    if until_word:
+        parser.add_argument('words', nargs=argparse.PARSER).required = False
+    found, others = parser.parse_known_args(words)
+    for word in others:
+        if word.startswith('-') and word != '-' and not re.match(r'-[0-9]+\Z', word):   # stdin, and -9
+            name = word.partition('=')[0] if word.startswith('--') else word[:2]
+            known = ' '.join(option.names for option in options.values()).split()
+            raise BadInput(f'unknown option {name}{did_you_mean(name, known)}')
+    others += vars(found).pop('words', [])
+    return {key: read_value(options[key], value) for key, value in vars(found).items()}, others
 
 
-def option_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser of values whose errors argparse reports in their words."""
-    def read(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return read
+def read_value(option: Argument, value: Any) -> Any:
+    """What a command gets for an option, from its words; of one that may come again a list. BadInput."""
+    try:
+        if not option.value or option.count not in '*+':
+            return option.parse(value) if option.value else value
+        values = [option.parse(text) for texts in value for text in texts]
+    except ValueError as error:
+        raise BadInput(f"{option.names.replace(' ', '/')}: {error}") from None
+    return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
 
 def refuse_option(message: str) -> None:
@@ -33509,8 +33460,6 @@ def refuse_option(message: str) -> None:
 
 def assign_words(command: Command, words: List[str], rest: List[str], found: Arguments) -> None:
     """Assign words to arguments, in their order, and what followed a --. ValueError."""
-    takes_rest = [argument.count for argument in command.arguments[-1:]] == ['--']
-    words = words if takes_rest else words + rest
     for argument in command.arguments:
         key = key_of(argument)
         if argument.names.startswith('-'):
@@ -33526,7 +33475,7 @@ def assign_words(command: Command, words: List[str], rest: List[str], found: Arg
                 raise ValueError(f'{argument.names} is missing')
             values = [argument.parse(word) for word in taken]
             found[key] = values if most > 1 else values[0] if values else None
-    if words and takes_rest:
+    if words and command.name == 'exec':
         first = words[0]
         if os.path.splitext(first)[1].lower() in FORMATS:
             raise ValueError(f'{first!r} is a workflow file: run it with `{program_name()} run {first}`')
