@@ -98,6 +98,7 @@ Sections (grep '^# ==' torc.py):
     20l. Manual
     21. Command table
     21a. Main
+    A. Page
 
 A name uses names of its own and of earlier sections, never of later ones. Public for those who
 import this file: what __all__ lists. Everything else may change.
@@ -25380,8 +25381,8 @@ def format_findings(files: Sequence[Tuple[str, FileFindings]]) -> str:
 #
 # Reads the databases resource_metrics_*.db of runners (Torc's tables), also while they are written, and
 # makes a figure for each job, for all jobs and for the nodes: one of Plotly, as in Torc, with a panel for
-# each measure. As HTML it follows PLOT_PAGE, whose script draws it without network. Only SeriesFile speaks
-# SQL, and only to these files; only write_plots writes.
+# each measure. As HTML it follows PLOT_PAGE (at the end of this file), whose script draws it without network.
+# Only SeriesFile speaks SQL, and only to these files; only write_plots writes.
 #
 # A line has at most LINE_POINTS points: of each of its stretches the lowest and the highest are kept, so
 # that no peak is lost. Samples of one job from several files (attempts on several nodes) are lines of
@@ -25672,201 +25673,6 @@ def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
                    'y': [summary[place] for _, summary in known]} for place, name in enumerate(names)]
         panels = [('CPU (of all cores)', '%', traces[:2]), ('Memory', 'B', traces[2:])]
         yield 'system_summary', make_figure('What nodes used', [counted(len(known), 'node')], panels)
-
-
-# -------- the page --------
-
-# What files of plots begin with; a script that calls showPage with a figure ends them. drawFigure(figure,
-# element) knows traces of the types scatter and bar: those of one `yaxis` are a panel, `ticksuffix` is its
-# unit, and `meta` 'limit' marks what the others should stay below. Text enters by textContent only.
-# The colours can be told apart also by people who see few of them (Okabe and Ito, "Color Universal Design").
-PLOT_PAGE = r"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-:root { color-scheme: light dark;
-        --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --limit: #c0392b; --faint: #b4bcc6; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ed; --soft: #9aa4b0; --grid: #2f363e; --paper: #15191d;
-          --limit: #ff7b6b; --faint: #4a535d; }
-  .c0, .c1, .c2, .c3, .c4, .c5, .c6, .c7 { filter: brightness(1.35); }
-}
-body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
-       font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
-p, .key { color: var(--soft); margin: .2rem 1rem .2rem 0; }
-a { color: inherit; }
-svg { width: 100%; height: auto; display: block; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--soft);
-           stroke: var(--paper); stroke-width: 3px; paint-order: stroke; pointer-events: none; }
-svg .tip { fill: var(--ink); font-weight: 600; }
-polyline { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linejoin: round; }
-circle, rect { fill: currentColor; }
-.grid { stroke: var(--grid); }
-.c0 { color: #0072b2; } .c1 { color: #d55e00; } .c2 { color: #009e73; } .c3 { color: #cc79a7; }
-.c4 { color: #e69f00; } .c5 { color: #56b4e9; } .c6 { color: #8a7a00; } .c7 { color: #7f6bd6; }
-.faint { color: var(--faint); }
-.limit, .over { color: var(--limit); stroke-dasharray: 6 4; }
-line.limit { stroke: currentColor; }
-.key { display: inline-block; }
-.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; background: currentColor; }
-table { border-collapse: collapse; margin-top: 2rem; font-size: .9rem; display: block; overflow-x: auto; }
-td { padding: .25rem .6rem; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap; }
-td:first-child { text-align: left; white-space: normal; width: 100%; }
-tr:first-child { color: var(--soft); font-weight: 600; }
-</style>
-<script>
-'use strict';
-const SVG = 'http://www.w3.org/2000/svg';       // the name of a language: nothing is fetched from there
-const WIDTH = 960, LOW = 226, TOP = 14, LEFT = 84, RIGHT = 942;     // of a panel with lines
-const BAR_LEFT = 230, BAR_RIGHT = 770, BARS = 40, COLOURS = 8;
-const LEAST = {'%': 100, 'B': 1 << 20, '': 2};  // top of a panel at least, by unit
-const TICKS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200];
-const DAY = 86400;
-
-function add(parent, name, attributes, text) {
-  const made = document.createElementNS(name === 'svg' ? SVG : parent.namespaceURI, name);
-  for (const key in attributes) made.setAttribute(key, attributes[key]);
-  if (text !== undefined) made.textContent = text;
-  return parent.appendChild(made);
-}
-
-function amount(value, unit) {      // (1610612736, 'B') -> '1.5 GB'
-  const names = unit === 'B' ? [' B', ' KB', ' MB', ' GB', ' TB', ' PB'] : [unit];
-  let power = 0;
-  while (power + 1 < names.length && value >= 1024 ** (power + 1)) power++;
-  const number = value / 1024 ** power;
-  return (number < 100 ? +number.toPrecision(3) : Math.round(number)) + names[power];
-}
-
-function elapsed(seconds) {         // 5400 -> '1h 30m'
-  const words = [];
-  let rest = Math.round(seconds);
-  for (const [name, size] of [['d', DAY], ['h', 3600], ['m', 60], ['s', 1]]) {
-    if (rest >= size) words.push(Math.floor(rest / size) + name);
-    rest %= size;
-  }
-  return words.slice(0, 2).join(' ') || '0s';
-}
-
-const isLimit = trace => trace.meta === 'limit';
-const peakOf = trace => trace.y.reduce((most, value) => Math.max(most, value), 0);
-const styleOf = (trace, place) => isLimit(trace) ? 'limit' : place < COLOURS ? 'c' + place : 'faint';
-
-function drawGrid(svg, top, seconds, unit, x, y) {
-  const scale = unit === 'B' ? 1024 ** Math.floor(Math.log2(top) / 10) : 1;
-  const least = top / scale / 5, tens = 10 ** Math.floor(Math.log10(least));
-  const step = scale * Math.max(unit ? 0 : 1, tens * [1, 2, 5, 10].find(factor => factor * tens >= least));
-  for (let value = 0; value <= top; value += step) {
-    add(svg, 'line', {class: 'grid', x1: LEFT, x2: RIGHT, y1: y(value), y2: y(value)});
-    add(svg, 'text', {x: LEFT - 8, y: y(value) + 4, 'text-anchor': 'end'}, value ? amount(value, unit) : '0');
-  }
-  const tick = TICKS.find(size => seconds / size <= 8) || Math.ceil(seconds / 8 / DAY) * DAY;
-  for (let time = 0; time <= seconds; time += tick) {
-    add(svg, 'line', {class: 'grid', x1: x(time), x2: x(time), y1: TOP, y2: LOW + 5});
-    add(svg, 'text', {x: Math.min(x(time), RIGHT - 6), y: LOW + 20, 'text-anchor': 'middle'}, elapsed(time));
-  }
-}
-
-function drawLines(svg, traces, unit, begin, seconds) {
-  const peak = Math.max(LEAST[unit], ...traces.filter(trace => !isLimit(trace)).map(peakOf));
-  // A limit far above everything would press the lines to the ground: only the key names it.
-  const shown = traces.filter(trace => !isLimit(trace) || peakOf(trace) <= 4 * peak);
-  const top = 1.08 * Math.max(peak, ...shown.map(peakOf)), spots = [];
-  const x = time => LEFT + time / seconds * (RIGHT - LEFT);
-  const y = value => LOW - Math.max(value, 0) / top * (LOW - TOP);
-  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${LOW + 34}`);
-  drawGrid(svg, top, seconds, unit, x, y);
-  for (const trace of shown.slice().reverse()) {        // the first lies above the others
-    const group = add(svg, 'g', {class: styleOf(trace, traces.indexOf(trace))}), parts = [[]];
-    trace.y.forEach((value, index) => {
-      if (value === null) return parts.push([]);
-      const time = Date.parse(trace.x[index]) / 1000 - begin, spot = [x(time), y(value)];
-      parts[parts.length - 1].push(spot);
-      spots.push([...spot, `${trace.label}: ${amount(value, unit)} after ${elapsed(time)}`]);
-    });
-    for (const part of parts) {
-      if (part.length === 1) add(group, 'circle', {cx: part[0][0], cy: part[0][1], r: 3});
-      else add(group, 'polyline', {points: part.map(spot => spot.map(place => place.toFixed(1))).join(' ')});
-    }
-  }
-  const dot = add(svg, 'circle', {class: 'tip'}), tip = add(svg, 'text', {class: 'tip'});
-  svg.onpointermove = event => {
-    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-    const far = spot => Math.hypot(spot[0] - at.x, spot[1] - at.y);
-    const [cx, cy, words] = spots.reduce((best, spot) => far(spot) < far(best) ? spot : best);
-    const place = {x: cx, y: Math.max(cy - 8, 12), 'text-anchor': cx > WIDTH / 2 ? 'end' : 'start'};
-    for (const [name, value] of Object.entries({cx, cy, r: 4})) dot.setAttribute(name, value);
-    for (const [name, value] of Object.entries(place)) tip.setAttribute(name, value);
-    tip.textContent = words;
-  };
-}
-
-function drawBars(svg, traces, unit) {
-  const limit = traces.find(isLimit), bars = traces.filter(trace => !isLimit(trace));
-  const names = bars[0].x.slice(0, BARS), high = 16 * bars.length + 6;
-  // With limits a bar is as long as its share of its limit, at most twice as long as that.
-  const part = (trace, row) => limit ? limit.y[row] && trace.y[row] / limit.y[row] : trace.y[row];
-  const parts = bars.flatMap(trace => names.map((_, row) => part(trace, row)));
-  const longest = limit ? Math.min(2, Math.max(1, ...parts)) : Math.max(1e-9, ...parts);
-  const x = part => BAR_LEFT + Math.min(part, longest) / longest * (BAR_RIGHT - BAR_LEFT);
-  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${high * names.length + 8}`);
-  if (limit) add(svg, 'line', {class: 'limit', x1: x(1), x2: x(1), y1: 0, y2: '100%'});
-  names.forEach((name, row) => bars.forEach((trace, place) => {
-    const y = 4 + high * row + 16 * place, value = trace.y[row], share = part(trace, row);
-    const most = limit && limit.y[row];     // of this job
-    const words = most ? ` of ${amount(most, unit)} (${Math.round(100 * share)}%)` : '';
-    const style = words && share > 1 ? 'over' : styleOf(trace, place);
-    const shown = name.length > 30 ? name.slice(0, 14) + '…' + name.slice(-15) : name;
-    if (!place) add(svg, 'text', {x: BAR_LEFT - 8, y: y + 12, 'text-anchor': 'end'}, shown);
-    add(svg, 'rect', {class: style, x: BAR_LEFT, y, width: x(share) - BAR_LEFT, height: 15});
-    if (value !== null) add(svg, 'text', {x: x(share) + 6, y: y + 12}, amount(value, unit) + words);
-  }));
-}
-
-function drawFigure(figure, element) {
-  const {title, ...layout} = figure.layout, lines = figure.data.filter(trace => trace.type === 'scatter');
-  const ends = lines.flatMap(({x}) => x.length ? [x[0], x[x.length - 1]] : []).map(Date.parse);
-  const begin = Math.min(...ends) / 1000, seconds = Math.max(1, Math.max(...ends) / 1000 - begin);
-  add(element, 'h1', {}, title.text);
-  add(element, 'p', {}, title.subtitle.text);
-  for (const id of new Set(figure.data.map(trace => trace.yaxis))) {
-    const axis = layout[id.replace('y', 'yaxis')], words = axis.title.text, unit = axis.ticksuffix;
-    const traces = figure.data.filter(trace => trace.yaxis === id).map(
-      trace => ({...trace, label: trace.name.replace(words + ': ', '')}));
-    const isTimes = traces[0].type === 'scatter', count = traces[0].x.length;
-    add(element, 'h2', {}, isTimes || count <= BARS ? words : `${words} (the first ${BARS} of ${count})`);
-    const svg = add(element, 'svg', {role: 'img', 'aria-label': words});
-    if (isTimes) drawLines(svg, traces, unit, begin, seconds);
-    else drawBars(svg, traces, unit);
-    const named = traces.filter((trace, place) => place < COLOURS || isLimit(trace));
-    for (const trace of named.length > 1 ? named : []) {
-      const key = add(element, 'span', {class: 'key'});
-      add(key, 'i', {class: styleOf(trace, traces.indexOf(trace))});
-      key.append(trace.label + (isTimes && !isLimit(trace) ? `: peak ${amount(peakOf(trace), unit)}` : ''));
-    }
-    if (traces.length > named.length)
-      add(element, 'span', {class: 'key'}, `and ${traces.length - named.length} more`);
-  }
-}
-
-function showPage(page) {
-  document.title = page.layout.title.text;
-  drawFigure(page, document.body);
-  const table = add(document.body, 'table');
-  for (const row of page.table) {
-    const line = add(table, 'tr');
-    for (const {text, href, is_over} of row) {
-      const cell = add(line, 'td', is_over ? {class: 'over'} : {});
-      if (href) add(cell, 'a', {href}, text);
-      else cell.textContent = text;
-    }
-  }
-}
-</script></head>
-<body><noscript>This page draws with JavaScript, which this browser does not run.</noscript>
-"""
 
 
 class Page(Row):
@@ -33629,6 +33435,202 @@ def discard_output(out: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     except (OSError, ValueError):
         pass    # not a file: nothing will be flushed
+
+
+# ======== A. Page: how figures are drawn in a browser ========
+#
+# What files of plots begin with; a script that calls showPage with a figure ends them. drawFigure(figure,
+# element) knows traces of the types scatter and bar: those of one `yaxis` are a panel, `ticksuffix` is its
+# unit, and `meta` 'limit' marks what the others should stay below. Text enters by textContent only. The
+# colours can be told apart also by people who see few of them (Okabe and Ito, "Color Universal Design").
+
+PLOT_PAGE = r"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root { color-scheme: light dark;
+        --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --limit: #c0392b; --faint: #b4bcc6; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ed; --soft: #9aa4b0; --grid: #2f363e; --paper: #15191d;
+          --limit: #ff7b6b; --faint: #4a535d; }
+  .c0, .c1, .c2, .c3, .c4, .c5, .c6, .c7 { filter: brightness(1.35); }
+}
+body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
+       font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
+p, .key { color: var(--soft); margin: .2rem 1rem .2rem 0; }
+a { color: inherit; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft);
+           stroke: var(--paper); stroke-width: 3px; paint-order: stroke; pointer-events: none; }
+svg .tip { fill: var(--ink); font-weight: 600; }
+polyline { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linejoin: round; }
+circle, rect { fill: currentColor; }
+.grid { stroke: var(--grid); }
+.c0 { color: #0072b2; } .c1 { color: #d55e00; } .c2 { color: #009e73; } .c3 { color: #cc79a7; }
+.c4 { color: #e69f00; } .c5 { color: #56b4e9; } .c6 { color: #8a7a00; } .c7 { color: #7f6bd6; }
+.faint { color: var(--faint); }
+.limit, .over { color: var(--limit); stroke-dasharray: 6 4; }
+line.limit { stroke: currentColor; }
+.key { display: inline-block; }
+.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; background: currentColor; }
+table { border-collapse: collapse; margin-top: 2rem; font-size: .9rem; display: block; overflow-x: auto; }
+td { padding: .25rem .6rem; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap; }
+td:first-child { text-align: left; white-space: normal; width: 100%; }
+tr:first-child { color: var(--soft); font-weight: 600; }
+</style>
+<script>
+'use strict';
+const SVG = 'http://www.w3.org/2000/svg';       // the name of a language: nothing is fetched from there
+const WIDTH = 960, LOW = 226, TOP = 14, LEFT = 84, RIGHT = 942;     // of a panel with lines
+const BAR_LEFT = 230, BAR_RIGHT = 770, BARS = 40, COLOURS = 8;
+const LEAST = {'%': 100, 'B': 1 << 20, '': 2};  // top of a panel at least, by unit
+const TICKS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200];
+const DAY = 86400;
+
+function add(parent, name, attributes, text) {
+  const made = document.createElementNS(name === 'svg' ? SVG : parent.namespaceURI, name);
+  for (const key in attributes) made.setAttribute(key, attributes[key]);
+  if (text !== undefined) made.textContent = text;
+  return parent.appendChild(made);
+}
+
+function amount(value, unit) {      // (1610612736, 'B') -> '1.5 GB'
+  const names = unit === 'B' ? [' B', ' KB', ' MB', ' GB', ' TB', ' PB'] : [unit];
+  let power = 0;
+  while (power + 1 < names.length && value >= 1024 ** (power + 1)) power++;
+  const number = value / 1024 ** power;
+  return (number < 100 ? +number.toPrecision(3) : Math.round(number)) + names[power];
+}
+
+function elapsed(seconds) {         // 5400 -> '1h 30m'
+  const words = [];
+  let rest = Math.round(seconds);
+  for (const [name, size] of [['d', DAY], ['h', 3600], ['m', 60], ['s', 1]]) {
+    if (rest >= size) words.push(Math.floor(rest / size) + name);
+    rest %= size;
+  }
+  return words.slice(0, 2).join(' ') || '0s';
+}
+
+const isLimit = trace => trace.meta === 'limit';
+const peakOf = trace => trace.y.reduce((most, value) => Math.max(most, value), 0);
+const styleOf = (trace, place) => isLimit(trace) ? 'limit' : place < COLOURS ? 'c' + place : 'faint';
+
+function drawGrid(svg, top, seconds, unit, x, y) {
+  const scale = unit === 'B' ? 1024 ** Math.floor(Math.log2(top) / 10) : 1;
+  const least = top / scale / 5, tens = 10 ** Math.floor(Math.log10(least));
+  const step = scale * Math.max(unit ? 0 : 1, tens * [1, 2, 5, 10].find(factor => factor * tens >= least));
+  for (let value = 0; value <= top; value += step) {
+    add(svg, 'line', {class: 'grid', x1: LEFT, x2: RIGHT, y1: y(value), y2: y(value)});
+    add(svg, 'text', {x: LEFT - 8, y: y(value) + 4, 'text-anchor': 'end'}, value ? amount(value, unit) : '0');
+  }
+  const tick = TICKS.find(size => seconds / size <= 8) || Math.ceil(seconds / 8 / DAY) * DAY;
+  for (let time = 0; time <= seconds; time += tick) {
+    add(svg, 'line', {class: 'grid', x1: x(time), x2: x(time), y1: TOP, y2: LOW + 5});
+    add(svg, 'text', {x: Math.min(x(time), RIGHT - 6), y: LOW + 20, 'text-anchor': 'middle'}, elapsed(time));
+  }
+}
+
+function drawLines(svg, traces, unit, begin, seconds) {
+  const peak = Math.max(LEAST[unit], ...traces.filter(trace => !isLimit(trace)).map(peakOf));
+  // A limit far above everything would press the lines to the ground: only the key names it.
+  const shown = traces.filter(trace => !isLimit(trace) || peakOf(trace) <= 4 * peak);
+  const top = 1.08 * Math.max(peak, ...shown.map(peakOf)), spots = [];
+  const x = time => LEFT + time / seconds * (RIGHT - LEFT);
+  const y = value => LOW - Math.max(value, 0) / top * (LOW - TOP);
+  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${LOW + 34}`);
+  drawGrid(svg, top, seconds, unit, x, y);
+  for (const trace of shown.slice().reverse()) {        // the first lies above the others
+    const group = add(svg, 'g', {class: styleOf(trace, traces.indexOf(trace))}), parts = [[]];
+    trace.y.forEach((value, index) => {
+      if (value === null) return parts.push([]);
+      const time = Date.parse(trace.x[index]) / 1000 - begin, spot = [x(time), y(value)];
+      parts[parts.length - 1].push(spot);
+      spots.push([...spot, `${trace.label}: ${amount(value, unit)} after ${elapsed(time)}`]);
+    });
+    for (const part of parts) {
+      if (part.length === 1) add(group, 'circle', {cx: part[0][0], cy: part[0][1], r: 3});
+      else add(group, 'polyline', {points: part.map(spot => spot.map(place => place.toFixed(1))).join(' ')});
+    }
+  }
+  const dot = add(svg, 'circle', {class: 'tip'}), tip = add(svg, 'text', {class: 'tip'});
+  svg.onpointermove = event => {
+    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+    const far = spot => Math.hypot(spot[0] - at.x, spot[1] - at.y);
+    const [cx, cy, words] = spots.reduce((best, spot) => far(spot) < far(best) ? spot : best);
+    const place = {x: cx, y: Math.max(cy - 8, 12), 'text-anchor': cx > WIDTH / 2 ? 'end' : 'start'};
+    for (const [name, value] of Object.entries({cx, cy, r: 4})) dot.setAttribute(name, value);
+    for (const [name, value] of Object.entries(place)) tip.setAttribute(name, value);
+    tip.textContent = words;
+  };
+}
+
+function drawBars(svg, traces, unit) {
+  const limit = traces.find(isLimit), bars = traces.filter(trace => !isLimit(trace));
+  const names = bars[0].x.slice(0, BARS), high = 16 * bars.length + 6;
+  // With limits a bar is as long as its share of its limit, at most twice as long as that.
+  const part = (trace, row) => limit ? limit.y[row] && trace.y[row] / limit.y[row] : trace.y[row];
+  const parts = bars.flatMap(trace => names.map((_, row) => part(trace, row)));
+  const longest = limit ? Math.min(2, Math.max(1, ...parts)) : Math.max(1e-9, ...parts);
+  const x = part => BAR_LEFT + Math.min(part, longest) / longest * (BAR_RIGHT - BAR_LEFT);
+  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${high * names.length + 8}`);
+  if (limit) add(svg, 'line', {class: 'limit', x1: x(1), x2: x(1), y1: 0, y2: '100%'});
+  names.forEach((name, row) => bars.forEach((trace, place) => {
+    const y = 4 + high * row + 16 * place, value = trace.y[row], share = part(trace, row);
+    const most = limit && limit.y[row];     // of this job
+    const words = most ? ` of ${amount(most, unit)} (${Math.round(100 * share)}%)` : '';
+    const style = words && share > 1 ? 'over' : styleOf(trace, place);
+    const shown = name.length > 30 ? name.slice(0, 14) + '…' + name.slice(-15) : name;
+    if (!place) add(svg, 'text', {x: BAR_LEFT - 8, y: y + 12, 'text-anchor': 'end'}, shown);
+    add(svg, 'rect', {class: style, x: BAR_LEFT, y, width: x(share) - BAR_LEFT, height: 15});
+    if (value !== null) add(svg, 'text', {x: x(share) + 6, y: y + 12}, amount(value, unit) + words);
+  }));
+}
+
+function drawFigure(figure, element) {
+  const {title, ...layout} = figure.layout, lines = figure.data.filter(trace => trace.type === 'scatter');
+  const ends = lines.flatMap(({x}) => x.length ? [x[0], x[x.length - 1]] : []).map(Date.parse);
+  const begin = Math.min(...ends) / 1000, seconds = Math.max(1, Math.max(...ends) / 1000 - begin);
+  add(element, 'h1', {}, title.text);
+  add(element, 'p', {}, title.subtitle.text);
+  for (const id of new Set(figure.data.map(trace => trace.yaxis))) {
+    const axis = layout[id.replace('y', 'yaxis')], words = axis.title.text, unit = axis.ticksuffix;
+    const traces = figure.data.filter(trace => trace.yaxis === id).map(
+      trace => ({...trace, label: trace.name.replace(words + ': ', '')}));
+    const isTimes = traces[0].type === 'scatter', count = traces[0].x.length;
+    add(element, 'h2', {}, isTimes || count <= BARS ? words : `${words} (the first ${BARS} of ${count})`);
+    const svg = add(element, 'svg', {role: 'img', 'aria-label': words});
+    if (isTimes) drawLines(svg, traces, unit, begin, seconds);
+    else drawBars(svg, traces, unit);
+    const named = traces.filter((trace, place) => place < COLOURS || isLimit(trace));
+    for (const trace of named.length > 1 ? named : []) {
+      const key = add(element, 'span', {class: 'key'});
+      add(key, 'i', {class: styleOf(trace, traces.indexOf(trace))});
+      key.append(trace.label + (isTimes && !isLimit(trace) ? `: peak ${amount(peakOf(trace), unit)}` : ''));
+    }
+    if (traces.length > named.length)
+      add(element, 'span', {class: 'key'}, `and ${traces.length - named.length} more`);
+  }
+}
+
+function showPage(page) {
+  document.title = page.layout.title.text;
+  drawFigure(page, document.body);
+  const table = add(document.body, 'table');
+  for (const row of page.table) {
+    const line = add(table, 'tr');
+    for (const {text, href, is_over} of row) {
+      const cell = add(line, 'td', is_over ? {class: 'over'} : {});
+      if (href) add(cell, 'a', {href}, text);
+      else cell.textContent = text;
+    }
+  }
+}
+</script></head>
+<body><noscript>This page draws with JavaScript, which this browser does not run.</noscript>
+"""
 
 
 if __name__ == '__main__':
