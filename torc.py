@@ -27103,6 +27103,28 @@ def cmd_results_list(session: Session, args: Arguments) -> int:
     return 0
 
 
+FoundFiles = List[Optional[str]]    # stdout and stderr of an attempt; None: no such file
+
+
+def find_stdio(output_dir: str, attempt: Dict[str, Any]) -> FoundFiles:
+    """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was."""
+    found: FoundFiles = [None, None]
+    ids = [attempt[key] for key in ('workflow_id', 'job_id', 'run_id', 'attempt_id')]
+    # All modes are tried: the mode may have been changed since the attempt.
+    for mode in STDIO_MODES:
+        for place, name in enumerate(stdio_names(*ids, mode)):
+            path = os.path.join(output_dir, 'job_stdio', name or '')
+            if name and found[place] is None and os.path.lexists(path):
+                found[place] = path
+    return found
+
+
+def with_files(output_dir: str, attempt: Dict[str, Any], keys: Sequence[str]) -> Dict[str, Any]:
+    """Some values of an attempt, and its files, as JSON has them."""
+    files = dict(zip(('job_stdout', 'job_stderr'), find_stdio(output_dir, attempt)))
+    return {**{key: attempt.get(key) for key in keys}, **files}
+
+
 RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason', 'completion_time',
                'exec_time_minutes', 'compute_node_id')
 
@@ -27115,9 +27137,7 @@ def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, 
     nodes = {node['id']: node for node in session.items('list_compute_nodes', workflow_id=workflow_id)}
     rows = []
     for item in items:
-        row = {key: item.get(key) for key in RESULT_KEYS}
-        row['job_stdout'], row['job_stderr'] = find_stdio(base, workflow_id, item['job_id'],
-                                                          (item['run_id'], item['attempt_id']))
+        row = with_files(base, item, RESULT_KEYS)
         node = nodes.get(item.get('compute_node_id'), {})
         row['compute_node_type'] = node.get('compute_node_type')
         name = f"job_runner_{node.get('hostname')}_wf{workflow_id}_r{item['run_id']}.log"
@@ -27134,21 +27154,6 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
     if database:
         refuse_foreign_output(directory, database)
     return directory
-
-
-FoundFiles = Tuple[Optional[str], Optional[str]]    # stdout and stderr of an attempt; None: no such file
-
-
-def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[int, int]) -> FoundFiles:
-    """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was."""
-    found: List[Optional[str]] = [None, None]
-    # All modes are tried: the mode may have been changed since the attempt.
-    for mode in STDIO_MODES:
-        for place, name in enumerate(stdio_names(workflow_id, job_id, *attempt, mode)):
-            path = os.path.join(output_dir, 'job_stdio', name or '')
-            if name and found[place] is None and os.path.lexists(path):
-                found[place] = path
-    return found[0], found[1]
 
 
 # -------- logs --------
@@ -27168,14 +27173,13 @@ def cmd_logs(session: Session, args: Arguments) -> int:
     for number, job in reader.jobs.items():
         if number not in newest:
             raise Refused(describe_job(session, job, ' has left no output'))
-        if not any(reader.files_of(newest[number])):
+        if not any(find_stdio(reader.output_dir, newest[number])):
             words = f' has left no output in {reader.output_dir}'
             raise Refused(f'{describe_job(session, job, words)}; {WHERE_OUTPUT_IS}')
     found = [newest[number] for number in reader.jobs or sorted(newest) if reader.is_shown(newest[number])]
     if session.format == 'json':
-        keys = 'workflow_id', 'job_id', 'job_name', 'run_id', 'attempt_id'
-        values = [dict(zip((*keys, 'job_stdout', 'job_stderr'), (
-            *map(attempt.get, keys), *reader.files_of(attempt)))) for attempt in found]
+        values = [with_files(reader.output_dir, attempt, (
+            'workflow_id', 'job_id', 'job_name', 'run_id', 'attempt_id')) for attempt in found]
         session.show_json(values[0] if len(reader.jobs) == len(values) == 1 else {'items': values})
         return 0
     tail = Tail(session, args['tail'])
@@ -27234,18 +27238,13 @@ class LogReader:
                               key=operator.itemgetter('run_id', 'attempt_id')):
             number = attempt['job_id']
             if self.is_asked_for(attempt) and (
-                    not self.jobs or number not in found or any(self.files_of(attempt))):
+                    not self.jobs or number not in found or any(find_stdio(self.output_dir, attempt))):
                 found[number] = attempt
         return found
 
-    def files_of(self, attempt: Dict[str, Any]) -> FoundFiles:
-        """Paths of an attempt's stdout and stderr that exist."""
-        key = attempt['run_id'], attempt['attempt_id']
-        return find_stdio(self.output_dir, self.id, attempt['job_id'], key)
-
     def paths_of(self, attempt: Dict[str, Any]) -> List[str]:
         """Files of an attempt that hold something, of the streams that were asked for."""
-        out_path, err_path = self.files_of(attempt)
+        out_path, err_path = find_stdio(self.output_dir, attempt)
         wanted = [None if self.args['stderr'] else out_path,
                   None if self.args['stdout'] or err_path == out_path else err_path]
         paths = []
@@ -27344,7 +27343,7 @@ def report_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) 
 def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> None:
     """After the output of all jobs: how many have left no files, and how many have not run."""
     session, args = reader.session, reader.args
-    lost = sum(not any(reader.files_of(attempt)) for attempt in found)
+    lost = sum(not any(find_stdio(reader.output_dir, attempt)) for attempt in found)
     if lost:
         where = f'{lost} of {len(found)} jobs have left no output in {reader.output_dir}'
         session.report(f'torc: {where}; {WHERE_OUTPUT_IS}')
@@ -27419,25 +27418,19 @@ def cmd_logs_bundle(session: Session, args: Arguments) -> int:
             top = os.path.basename(os.path.normpath(directory))
             sizes = [add_member(bundle, name if os.path.dirname(name) else os.path.join(top, name), file)
                      for name, file in workflow_files(directory, workflow['id'], session.report)]
-            found = describe_bundle(workflow, sizes)
-            if not found['files_collected']:
+            if not sizes:
                 raise NotFound(f"no log of workflow {workflow['id']} is in {directory}; {WHERE_OUTPUT_IS}")
+            found = {'workflow_id': workflow['id'], 'workflow_name': workflow['name'],
+                     'workflow_description': workflow.get('description'), 'workflow_user': workflow['user'],
+                     'collected_at': format_time(time.time()), 'files_collected': len(sizes),
+                     'total_size_bytes': sum(sizes)}
             data = format_json_document(found).encode('utf-8', 'replace')
             member = tarfile.TarInfo('bundle_metadata.json')
             member.size, member.mtime = len(data), int(time.time())
             bundle.addfile(member, io.BytesIO(data))
-    count, total = found['files_collected'], found['total_size_bytes']
-    lines = [f'  File: {path}', f'  Files collected: {count}', f'  Total size: {total} bytes']
+    lines = [f'  File: {path}', f'  Files collected: {len(sizes)}', f'  Total size: {sum(sizes)} bytes']
     session.answer(dict(found, file=path), format_lines(['Log bundle created successfully:', *lines]))
     return 0
-
-
-def describe_bundle(workflow: Dict[str, Any], sizes: Sequence[int]) -> Dict[str, Any]:
-    """What bundle_metadata.json says."""
-    return {'workflow_id': workflow['id'], 'workflow_name': workflow['name'],
-            'workflow_description': workflow.get('description'), 'workflow_user': workflow['user'],
-            'collected_at': format_time(time.time()), 'files_collected': len(sizes),
-            'total_size_bytes': sum(sizes)}
 
 
 def cmd_logs_analyze(session: Session, args: Arguments) -> int:
@@ -27566,7 +27559,7 @@ def format_comparisons(session: Session, answer: Dict[str, Any], over: Sequence[
     if not total:
         return 'There are no results to compare\n'
     exceeded = '1 limit was exceeded' if len(over) == 1 else f"{len(over) or 'no'} limits were exceeded"
-    text = format_lines([f"In {total} result{'' if total == 1 else 's'}, {exceeded}"])
+    text = format_lines([f"In {counted(total, 'result')}, {exceeded}"])
     if over or within:
         rows = [(item.use.job['id'], item.use.job['name'], MEASURES[item.resource].title,
                  describe_comparison(item, True)['specified'], MEASURES[item.resource].show(item.used),
@@ -27592,18 +27585,9 @@ def explain_causes(failure: Dict[str, Any]) -> List[str]:
 def mark_stale(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> List[JobUse]:
     """Say which results are older than the requirements: without that, each call would ask for more."""
     events = session.items('list_events', workflow_id=workflow_id, category='user_action')
-    changes = {event['data'].get('resource_requirements_id'): event for event in events
-               if isinstance(event['data'], dict)
-               and event['data'].get('action') == 'update_resource_requirements'}
-
-    def is_stale(use: JobUse) -> bool:
-        change = changes.get(use.needs['id'])
-        newest_id = change and change['data'].get('newest_result_id')
-        if change is None or newest_id is not None:
-            return change is not None and use.result.get('id', math.inf) <= newest_id
-        # written by an earlier torc.py
-        return parse_time(use.result['completion_time']) < change['timestamp'] / 1000
-    return [use._replace(is_stale=is_stale(use)) for use in uses]
+    newest = {event['data']['resource_requirements_id']: event['data']['newest_result_id'] for event in events
+              if isinstance(event['data'], dict) and 'newest_result_id' in event['data']}
+    return [use._replace(is_stale=use.result['id'] <= newest.get(use.needs['id'], 0)) for use in uses]
 
 
 def cmd_correct_resources(session: Session, args: Arguments) -> int:
