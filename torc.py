@@ -24474,9 +24474,8 @@ def start_tunnels(client: Client, orders: Dict[str, Order], ssh: Ssh) -> Dict[st
 #
 # Owns how things look: tables, CSV, JSON documents, the status report, the progress line.
 # Functions return text and know nothing of commands; only Progress writes, to the stream that it
-# was given. A Style says once what the reader of a stream can show: box drawing where the
-# encoding has it, colours and a limited width on a terminal only, so that a pipe always gets the
-# whole text.
+# was given. A Style says once what the reader of a stream can show: symbols where the encoding has
+# them, colours and a limited width on a terminal only, so that a pipe always gets the whole text.
 #
 # Names, commands, reasons come from jobs, files and other users. None may act on a terminal, look
 # like a line of ours or be a formula in a spreadsheet, wherever the output goes: a file is looked
@@ -24487,18 +24486,14 @@ def start_tunnels(client: Client, orders: Dict[str, Order], ssh: Ssh) -> Dict[st
 
 class Style(Row):
     """What the reader of a stream can show."""
-    is_unicode: bool    # box drawing and symbols beyond ASCII
+    is_unicode: bool    # symbols beyond ASCII
     is_terminal: bool   # a line may be rewritten in place
     has_colour: bool
     width: int          # columns, 0 = no limit
 
 
 PLAIN = Style(False, False, False, 0)
-ROUNDED = ('╭─┬╮', '├─┼┤', '╰─┴╯', '│')
-SQUARE = ('+-++', '+-++', '+-++', '|')
-MIN_COLUMN_WIDTH = 8        # a column is not made narrower than this to fit a terminal
-TEXT_COLUMN_WIDTH = 20      # a column of text that may be dropped is not made narrower than this
-TIME_CELL = Expression(r'([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})( [-+][0-9]{4})?\Z')
+ZONED_TIME = Expression(r'([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}) [-+][0-9]{4}\Z')
 FAILURES_SHOWN = 4          # groups of failed jobs in a status, which is to fit a terminal of 24 lines
 CANCELED_SHOWN = 2
 BLOCKERS_SHOWN = 3
@@ -24606,6 +24601,11 @@ def format_local_time(text: Optional[str]) -> str:
         return text or ''
 
 
+def one_line(text: str) -> str:
+    """A text that takes one line, and as many columns as characters are seen."""
+    return printable_line(text).replace('\t', ' ')
+
+
 def format_seconds(value_s: float) -> str:
     """Seconds -> '6.7s' below a minute, else as format_elapsed."""
     return f'{value_s:.1f}s' if value_s < 60 else format_elapsed(value_s)
@@ -24618,8 +24618,8 @@ class Heading(Row):
     title: str
     key: str            # of the object; '' gives `show` the whole object
     show: Callable[[Any], Any]
-    rank: int = 0       # 0: always shown; where a terminal is too narrow the highest are dropped first
-    is_ours: bool = False   # no column of Torc's: in CSV it comes last, for readers may count columns
+    place: str = ''     # '-': on the right of a table; '+': ours, so last in CSV, whose readers may count
+                        # columns; '>': ours, and in a table on a line of its own below the row
 
 
 def itself(value: Any) -> Any:
@@ -24633,97 +24633,60 @@ def table_cells(headings: Sequence[Heading], items: Iterable[Dict[str, Any]]) ->
             for item in items]
 
 
-def fitting_columns(rows: Sequence[Sequence[str]], ranks: Sequence[int], limit: int) -> List[int]:
-    """Indexes of the columns that fit `limit` (0 = any): those of rank 0, then by rank as many as have room.
-
-    Empty columns come last, whatever their rank.
-    """
-    kept = list(range(len(rows[0])))
-    if not limit:
-        return kept
-    # what each column takes with its borders, and whether it holds nothing but its title
-    needed, is_empty = [], []
-    for column in zip(*rows):
-        width = max(map(text_width, column))
-        needed.append(3 + (width if is_time(column) else min(width, TEXT_COLUMN_WIDTH)))
-        is_empty.append(len(column) > 1 and not any(column[1:]))
-    kept.sort(key=lambda index: (is_empty[index], ranks[index]))
-    while sum(needed[index] for index in kept) + 1 > limit and (ranks[kept[-1]] or is_empty[kept[-1]]):
-        kept.pop()
-    return sorted(kept)
+def format_list(headings: Iterable[Heading], items: Sequence[Dict[str, Any]], form: str,
+                style: Style = PLAIN) -> str:
+    """Objects as 'table', 'csv' or 'tsv', each with its order of columns."""
+    if form != 'table':
+        headings = [heading._replace(show=CSV_VALUES.get(heading.key, heading.show))
+                    for heading in sorted(headings, key=lambda heading: heading.place in ('+', '>'))]
+        return format_csv([heading.title for heading in headings], table_cells(headings, items), form)
+    headings = sorted(headings, key=lambda heading: heading.place == '-')
+    below = [heading for heading in headings if heading.place == '>']
+    beside = [heading for heading in headings if heading.place != '>']
+    notes = ['; '.join(map(format_cell, filter(None, cells))) for cells in table_cells(below, items)]
+    return format_table([heading.title for heading in beside], table_cells(beside, items), style, notes)
 
 
-def column_widths(rows: Sequence[Sequence[str]], limit: int) -> List[int]:
-    """Width of each column; wide ones are narrowed to one width with which the table fits `limit` (0 = any).
-
-    Times are not narrowed: half of one tells nothing.
-    """
-    columns = list(zip(*rows))
-    widths = [max(map(text_width, column)) for column in columns]
-    fixed = [bool(limit) and is_time(column) for column in columns]
-    flexible = sorted(width for width, stays in zip(widths, fixed) if limit and not stays)
-    # From narrow to wide: what a column leaves of its equal share goes to the wider ones.
-    left = limit - 3 * len(widths) - 1 - (sum(widths) - sum(flexible))
-    for index, width in enumerate(flexible):
-        share = left // (len(flexible) - index)
-        if width > share:
-            most = max(share, MIN_COLUMN_WIDTH)
-            return [width if stays else min(width, most) for width, stays in zip(widths, fixed)]
-        left -= width
-    return widths
-
-
-def is_time(column: Sequence[str]) -> bool:
-    """Whether the cells below a column's title are times."""
-    return any(column[1:]) and all(TIME_CELL.match(cell) for cell in column[1:] if cell)
-
-
-def is_number(text: str) -> bool:
-    """Whether a cell reads as a number, alone or with a unit, and so stands on the right."""
-    return bool(re.match(r'-?[0-9]+(\.[0-9]+)?([KMGT]?B|%|s)?\Z', text))
+LEAST_WIDTH = 8     # of a column that is cut; with less room it is left out
+NUMBERS = frozenset([int, float, type(None)])
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], style: Style = PLAIN,
-                 ranks: Sequence[int] = ()) -> str:
-    """A boxed table. Statuses are coloured where the style has colours.
+                 notes: Sequence[str] = ()) -> str:
+    """Plain columns, numbers on the right, statuses coloured if colours are shown; below a row its note.
 
-    Only to fit a terminal, columns are dropped by rank, times lose their zone, and cells are cut.
+    On a terminal lines end at its width, times lose their zone, columns that hold nothing are left out.
     """
-    cells = [[printable_line(format_cell(cell)).replace('\t', ' ') for cell in row] for row in rows]
-    if style.width:
-        cells = [[TIME_CELL.sub(r'\1', cell) for cell in row] for row in cells]
-    headers = [printable_line(header) for header in headers]
-    kept = fitting_columns([headers] + cells, ranks or [0] * len(headers), style.width)
-    hidden = len(headers) - len(kept)
-    if hidden:
-        headers, cells = [headers[index] for index in kept], [[row[index] for index in kept] for row in cells]
-    widths = column_widths([headers] + cells, style.width)
-    numeric = [any(column) and all(is_number(cell) for cell in column if cell) for column in zip(*cells)]
-    numeric = numeric or [False] * len(headers)
-    top, middle, bottom, wall = ROUNDED if style.is_unicode else SQUARE
-    ellipsis = '…' if style.is_unicode else '~'
-
-    def rule(shape: str) -> str:
-        left, line, cross, right = shape
-        return left + cross.join(line * (width + 2) for width in widths) + right
-
-    def line_of(row: Sequence[str], colours: Dict[str, str]) -> str:
-        texts = (paint(pad(cut(cell, width, ellipsis), width, number), colours.get(cell, ''), style)
-                 for cell, width, number in zip(row, widths, numeric))
-        return f'{wall} ' + f' {wall} '.join(texts) + f' {wall}'
-
-    colours = {status.name: status.colour for status in STATUSES}
-    body = [line_of(row, colours) for row in cells]
-    lines = [rule(top), line_of(headers, {}), rule(middle)] + body + [rule(bottom)]
-    if hidden:
-        noun = 'column' if hidden == 1 else 'columns'
-        hint = f'{hidden} more {noun} in a wider terminal, or through `| less -S`'
-        lines.append(cut(hint, style.width, ellipsis))
-    return '\n'.join(lines) + '\n'
+    texts = [[one_line(format_cell(cell)) for cell in row] for row in [headers, *rows]]
+    columns, ellipsis = [], '…' if style.is_unicode else '~'
+    for number, column in enumerate(zip(*texts)):
+        width, is_last = max(map(text_width, column)), number == len(headers) - 1
+        if style.width:
+            column = [ZONED_TIME.sub(r'\1', text) for text in column]
+            # What follows a long name is to be seen, too.
+            width = min(max(map(text_width, column)), style.width if is_last else style.width // 2)
+        if not (style.width and rows and {'', 'false'}.issuperset(column[1:])):
+            columns.append((column, width, NUMBERS.issuperset(type(row[number]) for row in rows)))
+    colours, lines = {status.name: status.colour for status in STATUSES}, []
+    for number in range(len(texts)):
+        cells, left = [], style.width or math.inf       # columns of the terminal
+        for column, full, is_number in columns:
+            text, width = column[number], min(full, left)
+            if width >= min(full, LEAST_WIDTH):
+                cell = pad(cut(text, width, ellipsis), width, is_number)
+                cells.append(paint(cell, colours.get(text, ''), style))
+            left -= full + 2
+        lines.append('  '.join(cells).rstrip())
+        if number and notes and notes[number - 1]:
+            note = one_line(notes[number - 1])
+            lines.append('    ' + (cut(note, style.width - 4, ellipsis) if style.width else note))
+    return ''.join(line + '\n' for line in lines)
 
 
-def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """CSV with a header line, also for no rows, and a line for each row."""
+def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]], form: str = 'csv') -> str:
+    """CSV, or TSV, with a header line, also for no rows, and a line for each row."""
+    if form == 'tsv':       # in cells there are neither tabs nor line ends
+        return ''.join('\t'.join(map(format_csv_cell, row)) + '\n' for row in [headers, *rows])
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')
     writer.writerow(map(format_csv_cell, headers))
@@ -25757,7 +25720,7 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
 CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures
 PROBLEMS_SHOWN = 20
 LOG_PIECE_BYTES = 1 << 20   # of a log that is being printed
-ANSWER_FORMATS = ('table', 'json', 'csv')
+ANSWER_FORMATS = ('table', 'json', 'csv', 'tsv')
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
@@ -25801,7 +25764,7 @@ class Session:
 
     @property
     def format(self) -> str:
-        """'table', 'json' or 'csv'."""
+        """One of ANSWER_FORMATS."""
         return self.options['format']
 
     @property
@@ -25985,18 +25948,13 @@ class Session:
     def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str,
                   value: Any = None) -> None:
         """A Listing in the requested format."""
-        if self.format == 'csv':
-            headings = [heading._replace(show=CSV_VALUES.get(heading.key, heading.show))
-                        for heading in sorted(headings, key=lambda heading: heading.is_ours)]
-        titles = [heading.title for heading in headings]
         if self.format == 'json':
             self.show_json({'items': items} if value is None else value)
-        elif self.format == 'csv':
-            self.show(format_csv(titles, table_cells(headings, items)))
-        elif items:
-            style, ranks = style_of(self.out, os.environ), [heading.rank for heading in headings]
-            table = format_table(titles, table_cells(headings, items), style, ranks)
-            self.show(f'{table}\nTotal: {len(items)} {what}\n', style)
+        elif self.format != 'table' or items:
+            style = style_of(self.out, os.environ)
+            self.show(format_list(headings, items, self.format, style), style)
+            if self.format == 'table':
+                self.show(f'\nTotal: {len(items)}\n')
         else:
             self.show(f'No {what} found\n')
 
@@ -26322,12 +26280,11 @@ SHOWN_OBJECTS = {
 
 
 def headings_of(text: str) -> Tuple[Heading, ...]:
-    """'ID=id, Path=path:2, +Reason=reason' -> headings: title, key, rank; + for a column of ours."""
+    """'ID=id, -Path=path, >Reason=reason' -> headings: place, title, key."""
     headings = []
-    for title, key, rank in re.findall(r'([^=]+)=([^:,]+):?([0-9]*)(?:, )?', text):
+    for place, title, key in re.findall(r'([-+>]?)([^=]+)=([^,]+)(?:, )?', text):
         show = SHOWN_OBJECTS.get(key) or SHOWN_VALUES.get(key, itself)
-        field = '' if key in SHOWN_OBJECTS else key
-        headings.append(Heading(title.lstrip('+'), field, show, int(rank or 0), title[0] == '+'))
+        headings.append(Heading(title, '' if key in SHOWN_OBJECTS else key, show, place))
     return tuple(headings)
 
 
@@ -26346,53 +26303,53 @@ class Noun(Row):
 MEASURED = ('peak_memory_bytes', 'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')
 NOUNS = {       # by the first word of their commands, which is also the plural of their list operation
     'workflows': Noun(
-        'workflow', 'ID=id, User=user:3, Name=name, +Status=status, Run=run_id:5, Canceled=is_canceled:8, '
-        'Archived=is_archived:7, Description=description:2, Project=project:4, Metadata=metadata:9, '
-        'Timestamp=timestamp:1'),
+        'workflow', 'ID=id, User=user, Name=name, +Status=status, -Run=run_id, -Canceled=is_canceled, '
+        '-Archived=is_archived, -Description=description, -Project=project, -Metadata=metadata, '
+        'Timestamp=timestamp'),
     'jobs': Noun(
-        'job', 'ID=id, Name=name, Status=status, +Code=return_code, Priority=priority:4, '
-        'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2, +Reason=reason:5'),
-    'files': Noun('file', 'ID=id, Name=name, Path=path, Modified Time=st_mtime:1'),
-    'user-data': Noun('user_data', 'ID=id, Name=name, Ephemeral=is_ephemeral:1, Data Preview=(preview)'),
+        'job', 'ID=id, Name=name, Status=status, +Code=return_code, -Priority=priority, '
+        '-Compute Node=compute_node_id, Elapsed=(elapsed), -Command=command, >Reason=reason'),
+    'files': Noun('file', 'ID=id, Name=name, -Path=path, Modified Time=st_mtime'),
+    'user-data': Noun('user_data', 'ID=id, Name=name, Ephemeral=is_ephemeral, Data Preview=(preview)'),
     'resource-requirements': Noun(
-        'resource_requirements', 'ID=id, Name=name, CPUs=num_cpus, GPUs=num_gpus:1, Nodes=num_nodes:2, '
+        'resource_requirements', 'ID=id, Name=name, CPUs=num_cpus, GPUs=num_gpus, Nodes=num_nodes, '
         'Memory=memory, Runtime=runtime'),
     'failure-handlers': Noun('failure_handler', 'ID=id, Name=name, Rules=rules'),
     'results': Noun(
-        'result', 'ID=id:2, Job ID=job_id:4, Job Name=job_name, WF ID=workflow_id:9, Run ID=run_id:6, '
-        'Attempt=attempt_id:5, Return Code=return_code, Exec Time=exec_time_minutes:3, '
-        'Peak Mem=peak_memory_bytes:7, Peak CPU %=peak_cpu_percent:8, Completion Time=completion_time:6, '
-        'Status=status:1, +Reason=reason', MEASURED),
+        'result', 'ID=id, -Job ID=job_id, Job Name=job_name, -WF ID=workflow_id, -Run ID=run_id, '
+        '-Attempt=attempt_id, Return Code=return_code, Exec Time=exec_time_minutes, '
+        'Peak Mem=peak_memory_bytes, -Peak CPU %=peak_cpu_percent, -Completion Time=completion_time, '
+        'Status=status, >Reason=reason', MEASURED),
     'events': Noun(
         'event', 'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), +Message=(message), '
-        'Data=data:1'),
+        '-Data=data'),
     'scheduled-compute-nodes': Noun(
         'scheduled_compute_node', 'ID=id, Scheduler ID=scheduler_id, Config ID=scheduler_config_id, '
-        'Type=scheduler_type, Status=status, +Reason=reason'),
+        'Type=scheduler_type, Status=status, >Reason=reason'),
     'compute-nodes': Noun(
-        'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
-        'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
-        'Memory (GB)=memory_gb:3, GPUs=num_gpus:3, Active=is_active, Start Time=start_time:1, '
-        'Duration=duration_seconds:1, CPU peak/avg=(cpu):8, Mem peak/avg=(memory):9',
+        'compute_node', 'ID=id, Hostname=hostname, -Scheduler=compute_node_type, '
+        '-Scheduler Job ID=(slurm job), -Labels=labels, -PID=pid, CPUs=num_cpus, '
+        'Memory (GB)=memory_gb, GPUs=num_gpus, Active=is_active, Start Time=start_time, '
+        'Duration=duration_seconds, -CPU peak/avg=(cpu), -Mem peak/avg=(memory)',
         (*MEASURED, 'sample_count', 'duration_seconds')),
 }
-JOB_JOB_COLUMNS = ('Job ID=job_id:1, Job Name=job_name, Blocked By Job ID=depends_on_job_id:2, '
+JOB_JOB_COLUMNS = ('Job ID=job_id, Job Name=job_name, -Blocked By Job ID=depends_on_job_id, '
                    'Blocked By Job Name=depends_on_job_name')
-PRODUCER_COLUMNS = ('Producer Job ID=producer_job_id:2, Producer Job Name=producer_job_name, '
-                    'Consumer Job ID=consumer_job_id:2, Consumer Job Name=consumer_job_name')
-JOB_FILE_COLUMNS = 'File ID=file_id:1, File Name=file_name, ' + PRODUCER_COLUMNS
-JOB_DATA_COLUMNS = 'User Data ID=user_data_id:1, User Data Name=user_data_name, ' + PRODUCER_COLUMNS
-ACTION_COLUMNS = ('ID=id, Trigger=trigger_type, Action=action_type, Allocations=(allocations):3, '
-                  'Progress=(progress):1, Status=(state), Executed At=executed_at:2, Job IDs=job_ids:4, '
-                  '+Failure=failure')
+PRODUCER_COLUMNS = ('-Producer Job ID=producer_job_id, Producer Job Name=producer_job_name, '
+                    '-Consumer Job ID=consumer_job_id, Consumer Job Name=consumer_job_name')
+JOB_FILE_COLUMNS = '-File ID=file_id, File Name=file_name, ' + PRODUCER_COLUMNS
+JOB_DATA_COLUMNS = '-User Data ID=user_data_id, User Data Name=user_data_name, ' + PRODUCER_COLUMNS
+ACTION_COLUMNS = ('ID=id, Trigger=trigger_type, Action=action_type, Allocations=(allocations), '
+                  'Progress=(progress), Status=(state), Executed At=executed_at, -Job IDs=job_ids, '
+                  '>Failure=failure')
 RUNNING_COLUMNS = ('Job ID=job_id, Job Name=job_name, Compute Node=compute_node_name, Elapsed=(elapsed), '
-                   'Scheduler=scheduler_type:2, Scheduler Job ID=scheduler_job_id:1')
-GROUP_COLUMNS = 'ID=id, Name=name, Description=description:1, Created=created_at:2'
-MEMBER_COLUMNS = 'User=user_name, Role=role, Added=created_at:1'
-JOB_REQUIREMENT_COLUMNS = ('Job ID=job_id:3, Job Name=job_name, RR ID=rr_id:4, RR Name=rr_name, '
-                           'CPUs=num_cpus, GPUs=num_gpus:1, Nodes=num_nodes:2, Memory=memory, '
+                   'Scheduler=scheduler_type, Scheduler Job ID=scheduler_job_id')
+GROUP_COLUMNS = 'ID=id, Name=name, Description=description, Created=created_at'
+MEMBER_COLUMNS = 'User=user_name, Role=role, Added=created_at'
+JOB_REQUIREMENT_COLUMNS = ('Job ID=job_id, Job Name=job_name, -RR ID=rr_id, RR Name=rr_name, '
+                           'CPUs=num_cpus, GPUs=num_gpus, Nodes=num_nodes, Memory=memory, '
                            'Runtime=runtime')
-JOB_HANDLER_COLUMNS = ('Job ID=job_id:1, Job Name=job_name, Failure Handler ID=failure_handler_id:2, '
+JOB_HANDLER_COLUMNS = ('Job ID=job_id, Job Name=job_name, -Failure Handler ID=failure_handler_id, '
                        'Failure Handler Name=failure_handler_name, Rules=rules')
 
 
@@ -26575,10 +26532,10 @@ def cmd_monitor_events(session: Session, args: Arguments) -> None:
 
 # -------- for administrators --------
 
-AUDIT_COLUMNS = ('ID=id, Time=timestamp:1, User=user_name:2, Committed=committed:5, Success=success:3, '
-                 'Full Table=allow_full_table:6, Rows=rows_affected:4, SQL=sql_text, Error=error:2')
-STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in:1, Bytes Out=bytes_out:1, '
-                 '2xx=status_2xx, 4xx=status_4xx, 5xx=status_5xx, Other=status_other:2')
+AUDIT_COLUMNS = ('ID=id, Time=timestamp, User=user_name, -Committed=committed, Success=success, '
+                 '-Full Table=allow_full_table, Rows=rows_affected, SQL=sql_text, >Error=error')
+STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in, Bytes Out=bytes_out, '
+                 '2xx=status_2xx, 4xx=status_4xx, 5xx=status_5xx, Other=status_other')
 
 
 def cmd_tail_api(session: Session, args: Arguments) -> None:
@@ -28539,7 +28496,7 @@ def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
     for word in words:
         name, equals, value = word.partition('=')
         if not name or not equals:
-            raise BadInput(printable(f'--param {word}: write NAME=VALUE, such as i=1:10, x=[a,b] '
+            raise BadInput(printable(f'--param {word}: write NAME=VALUE, such as i=10, x=[a,b] '
                                      'or file=@names.txt'))
         if name in parameters:
             raise BadInput(printable(f'--param {name} stands twice'))
@@ -28575,7 +28532,7 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 SUBMIT_TRIGGERS = ('on_workflow_start', 'on_jobs_ready', 'on_jobs_complete')
 DEFAULT_ALLOCATION_POLL_S = 30.0    # between the requests of a runner in an allocation
 SCHEDULER_COLUMNS = ('ID=id, Name=name, Account=account, Nodes=nodes, Walltime=walltime, '
-                     'Partition=partition, QOS=qos:1, Serialized=serialize_allocations:2')
+                     'Partition=partition, QOS=qos, Serialized=serialize_allocations')
 ALLOCATION_JOB_COLUMNS = 'Job ID=job_id, Job Name=job_name, Status=status, Return Code=return_code'
 
 
@@ -28964,11 +28921,11 @@ def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
 # -------- accounts --------
 
 NO_ALLOCATIONS = 'No Slurm scheduled compute nodes found'
-ACCOUNT_LIST = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
-                'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
-                'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
+ACCOUNT_LIST = ('Job ID=job_id, +Job Name=job_name, -Run=run_id, Attempt=attempt_id, '
+                'Slurm Job=slurm_job_id, Max RSS=max_rss_bytes, -Max VM=max_vm_size_bytes, '
+                'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list')
 SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit Code=exit_code, '
-                 'Elapsed=elapsed:1, Max RSS=max_rss:1, CPU Time=cpu_time:2, Nodes=nodes:3')
+                 'Elapsed=elapsed, Max RSS=max_rss, CPU Time=cpu_time, Nodes=nodes')
 
 
 def list_allocations(session: Session, workflow_id: int) -> List[str]:
@@ -29205,8 +29162,8 @@ def has_left_queue(row: Dict[str, Any], queue: Dict[str, ListedJob]) -> bool:
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
 # how full they are and when a job would start, and submit nothing.
 
-PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime:1, gpus=gpus:2, '
-                     'shared=shared:2, explicit=explicit:3')
+PARTITION_COLUMNS = ('name=name, cpus=cpus, memory=memory, walltime=walltime, gpus=gpus, '
+                     'shared=shared, explicit=explicit')
 
 
 def cmd_hpc_list(session: Session, args: Arguments) -> int:
@@ -31968,7 +31925,7 @@ SSH_WORDS = (
 UNUSED_OUTPUT_DIR = OUTPUT_DIR._replace(meaning='accepted, without effect: that of the worker is known')
 REMOTE_OUTPUT = Argument('--remote-output-dir', 'DIR', 'output directory there (default: that of the worker)')
 GLOBAL_ARGUMENTS = (
-    Argument('-f --format', 'FORMAT', 'table, json or csv', one_of(*ANSWER_FORMATS), default='table'),
+    Argument('-f --format', 'FORMAT', 'table, json, csv or tsv', one_of(*ANSWER_FORMATS), default='table'),
     Argument('--url', 'URL', f'server to use (default: TORC_API_URL, else {DEFAULT_OUTPUT_DIR}/torc.db if it '
              'exists, else the running server)'),
     Argument('-s --standalone', '', f'use the embedded database {DEFAULT_OUTPUT_DIR}/torc.db, '
@@ -32477,7 +32434,7 @@ COMMANDS = (
                  'between measurements (default 10)', at_least(1, parse_whole_seconds)),
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
-        "exec -c 'echo {i}' --param i=1:10"),
+        "exec -c 'echo {i}' --param i=10"),
     Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
         Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
@@ -33291,8 +33248,9 @@ def run_command(parsed: Parsed, session: Session) -> int:
     if parsed.options['help']:
         session.show(format_command_help(parsed.command.name))
         return 0
-    if session.format == 'csv' and not parsed.command.has_csv:
-        raise BadInput(f'`{parsed.command.name}` has no CSV form: give -f table or -f json')
+    if session.format in ('csv', 'tsv') and not parsed.command.has_csv:
+        raise BadInput(f'`{parsed.command.name}` has no {session.format.upper()} form: '
+                       'give -f table or -f json')
     session.command = parsed.command
     doubts = list(ineffective_arguments(parsed.command, parsed.args))
     try:
