@@ -18653,7 +18653,7 @@ class AdminCommandTest(CommandTest):
         self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET user = NULL WHERE 1'), 'NOT NULL')
         log = self.json('admin list-audit-log')
         self.assertEqual([False, True, True, True], [row['success'] for row in log['items']])
-        self.assertIn('4 entries', self.assertExit(0, self.world.main('admin', 'list-audit-log')).out)
+        self.assertIn('Total: 4\n', self.assertExit(0, self.world.main('admin', 'list-audit-log')).out)
 
     session = WhichWorkflowTest.session
 
@@ -18662,7 +18662,7 @@ class AdminCommandTest(CommandTest):
         self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'))
         self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', '--write', '-y',
                                            'DELETE FROM job WHERE 1'), 'SQL that writes is switched off')
-        self.assertIn('request', self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'api-stats')).out)
+        self.assertIn('  Requests  ', self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'api-stats')).out)
         self.world.server.send(signal.SIGTERM)
         self.world.server.finish(10)
         self.world.serve('--db', 'my.db', '--disable-admin-sql')
@@ -18694,7 +18694,7 @@ class ReasonTest(CommandTest):
               - {name: later, command: "true", depends_on: [after]}
         ''')
         self.assertExit(1, self.world.cli('run', 'w.yaml'),
-                        'killed ended with return code 137: killed by SIGKILL\n')
+                        'x killed (return code 137): killed by SIGKILL\n')
 
     def on_terminal(self, line: str, width: int = 80) -> str:
         """What a command shows on a terminal of so many columns."""
@@ -19064,8 +19064,13 @@ class WorkflowTest(CommandTest):
     def test_a_finished_workflow_is_not_run_again_unasked(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')
         self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        said = 'Workflow 1 has nothing left to do: 1 failed\n  failed: a\n'
-        outcome = self.assertExit(1, self.world.cli('run', 1), said, 'reset-status 1 --failed-only -r')
+        outcome = self.assertExit(1, self.world.cli('run', 1))
+        self.assertRegex(outcome.err, r'''Workflow 1 has nothing left to do: 1 failed
+  x a: return code 5
+To go on from here: torc\.py run 1 --retry-failed
+After an edit of its file: torc\.py run --resume w\.yaml
+To run again what has changed: torc\.py workflows reinit 1 \(everything: torc\.py workflows init 1\); then: torc\.py run 1
+\Z''')
         self.assertEqual('', outcome.out)
         self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '--failed-only', '--no-prompts'))
         self.assertExit(1, self.world.cli('run', 1), '1 failed')    # reset, not initialized: run does it
@@ -19193,7 +19198,7 @@ class UsedResourcesTest(CommandTest):
         self.assertEqual('In 3 results, no limits were exceeded\n', self.text('workflows check-resources 1 --min-over-utilization 30'))
         self.assertIn('bad (return code 137): used more memory than it asked for\n', text)
         self.assertIn('`torc.py workflows correct-resources 1 --dry-run`', text)
-        self.assertRegex(text, r' 1 . train . Memory +. 100.0 MB +. 128.0 MB . 128.0% ')
+        self.assertRegex(text, r' 1  train  Memory +100.0 MB +128.0 MB  128.0%\n')
 
     def test_a_dry_run_changes_nothing_and_the_real_one_does_the_same(self):
         before = self.needs()
@@ -19425,8 +19430,8 @@ class RunTest(CommandTest):
         outcome = self.assertExit(1, self.world.cli('run', 'w.yaml'))
         self.assertEqual('', outcome.out)
         self.assertRegex(outcome.err, r'Workflow 1 \(sample\) has ended after [0-9.]+s: 3 completed, 1 failed, 1 canceled\n'
-                                      r'  bad ended with return code 3: oops\n'
-                                      r'  canceled: tail\n'
+                                      r'  x bad \(return code 3\): oops\n'
+                                      r'  - tail: never ran: its prerequisite bad failed: oops\n'
                                       r'See more: torc\.py logs 1 bad; torc\.py results list 1 --failed\n'
                                       r'Output: torc_output/job_stdio \(torc\.py logs 1\)\n'
                                       r'To go on from here: torc\.py run 1 --retry-failed\n'
@@ -19593,20 +19598,18 @@ class RunTest(CommandTest):
             outcome = torc.RunOutcome(1, 0, 0, 0, [], True, False, None, '', 1.0, counts)
             with self.subTest(row['status']):
                 self.assertEqual(int(row['exit']), torc.outcome_exit(outcome))
-                words = torc.words_to_go_on(outcome)
+                words = torc.words_to_go_on({'jobs_by_status': counts, 'is_canceled': False})
                 self.assertEqual(row['go on'], 'no' if words is None else ' '.join(words))
                 self.assertEqual(130, torc.outcome_exit(outcome._replace(interrupted_by=2)))
         never_alone = {'blocked'}
         self.assertEqual(set(torc.STATUS_CODES) - never_alone, {row['status'] for row in rows})
 
     def test_what_failed_is_run_again_with_the_rest_unless_that_was_interrupted_or_is_at_work(self):
-        counts = {'failed': 1, 'ready': 1}
-        ended = torc.RunOutcome(1, 1, 0, 0, [], False, False, None, 'deadline', 1.0, counts)
-        self.assertEqual(['--retry-failed'], torc.words_to_go_on(ended))
-        self.assertEqual([], torc.words_to_go_on(ended._replace(interrupted_by=2)))
-        self.assertEqual([], torc.words_to_go_on(ended._replace(jobs_by_status={'failed': 1, 'running': 1})))
-        canceled = ended._replace(interrupted_by=2, is_canceled=True)
-        self.assertEqual(['--retry-failed'], torc.words_to_go_on(canceled))
+        status = {'jobs_by_status': {'failed': 1, 'ready': 1}, 'is_canceled': False}
+        self.assertEqual(['--retry-failed'], torc.words_to_go_on(status))
+        self.assertEqual([], torc.words_to_go_on(status, True))
+        self.assertEqual([], torc.words_to_go_on(dict(status, jobs_by_status={'failed': 1, 'running': 1})))
+        self.assertEqual(['--retry-failed'], torc.words_to_go_on(dict(status, is_canceled=True), True))
 
     def test_a_time_limit_in_which_nothing_could_start_is_refused_with_both_numbers(self):
         self.world.write('w.yaml', """
@@ -19790,11 +19793,11 @@ class ExplainTest(CommandTest):
                   'jobs_by_status': {'uninitialized': 0, 'pending_failed': 0}}
         action = {'action_type': 'schedule_nodes', 'executed': False, 'trigger_count': 1, 'required_triggers': 1}
         for reason, allocations, wanted in (
-                ('is due', [], 'Start runners: t run 1    (or, in Slurm: t submit 1)'),
+                ('is due', [], 'Submit its allocations: t submit 1    (or run it here: t run 1)'),
                 ('failed: sbatch: Invalid account', [],
                  'Change what was refused, and submit again: t slurm list 1; t slurm update ID ...; t submit 1'),
                 ('is due', [{'status': 'pending', 'slurm_job_id': 0}], 'If `submit` was killed, go on where it was: t submit 1')):
-            waiting = {'status': status, 'ready': [{'code': 'no_runner'}], 'allocations': allocations, 'actions': [dict(action, reason=reason)]}
+            waiting = {'status': status, 'explanation': {'failures': []}, 'ready': [{'code': 'no_runner'}], 'allocations': allocations, 'actions': [dict(action, reason=reason)]}
             self.assertEqual(wanted, torc.next_steps(waiting, 't')[0])
 
     def test_without_a_runner_it_says_what_would_start_one(self):
@@ -19805,7 +19808,7 @@ class ExplainTest(CommandTest):
         found = self.json('explain 1')
         self.assertEqual((1, None, [], 'first'), (found['workflow_id'], found['slurm'], found['allocations'], found['ready'][0]['job_name']))
         self.allocate(71, 'complete')       # all allocations are over
-        self.check(self.text('explain 1'), 'Start runners: torc.py run 1    (or, in Slurm: torc.py slurm regenerate 1 --submit)\n')
+        self.check(self.text('explain 1'), 'Submit its allocations: torc.py slurm regenerate 1 --submit    (or run it here: torc.py run 1)\n')
 
     def test_it_asks_slurm_once_for_all_allocations_and_tells_its_reasons(self):
         now = int(time.time())
@@ -19819,7 +19822,7 @@ class ExplainTest(CommandTest):
             self.allocate(slurm_job_id)
         self.check(
             self.text('explain 1'), '1 ready fit no runner or allocation, 1 ready wait for an allocation, 1 blocked wait for other jobs\n',
-            '  gpu (1 CPUs, 2.0GB, 1 GPUs, 30m 00s): no runner or allocation can take it: it needs 1 GPUs, and allocation 1 (scheduler cpu) has 0 (gres)',
+            '  gpu (1 CPU, 2.0GB, 1 GPU, 30m 00s): no runner or allocation can take it: it needs 1 GPUs, and allocation 1 (scheduler cpu) has 0 (gres)',
             '  first (2 CPUs, 2.0GB, 30m 00s): waits for allocation 1 (scheduler cpu)',
             f'  allocation 1: Slurm job 71 {self.ABOUT}: pending; Slurm says AssocGrpCpuLimit; in the queue for 12m',
             f'  allocation 2: Slurm job 72 {self.ABOUT}: pending; Slurm says RUNNING: it runs; its runner has not reported yet',
@@ -19867,7 +19870,7 @@ class ExplainTest(CommandTest):
     def test_a_workflow_that_was_canceled_waits_for_nothing(self):
         self.text('cancel 1 --no-prompts')
         self.check(self.text('explain 1'), '\nWorkflow was canceled\n')
-        self.assertEqual([], self.json('explain 1')['next_steps'])
+        self.assertEqual(['Run what failed or was canceled again: torc.py run 1 --retry-failed'], self.json('explain 1')['next_steps'])
         self.assertExit(4, self.world.main('explain', '9'), 'there is no workflow 9')
 
     def test_diagnose_sets_time_beside_time(self):
@@ -19876,7 +19879,7 @@ class ExplainTest(CommandTest):
         self.assertEqual(set(recorded), set(found))
         self.assertEqual((2, {'count': 2, 'min_seconds': 1800, 'median_seconds': 1800, 'max_seconds': 1800}),
                          (found['ready_jobs'], found['ready_job_runtime']))
-        self.check(self.text('workflows diagnose 1'), 'No ready job needs more time than the active nodes have left\n')
+        self.check(self.text('workflows diagnose 1'), 'runtime_blocked:                   false\n')
 
 
 SUBMITTED = """
@@ -23384,7 +23387,7 @@ class GoOnTest(FlowTest):
         runner.send(signal.SIGINT)
         outcome = runner.finish(30)
         self.assertExit(130, outcome, 'was interrupted', '1 blocked, 1 ready, 1 completed',
-                        '  blocked: last\n  ready: slow\n')
+                        '  | 1 blocked wait for slow (ready)\n  o slow: runs again: stopped: the runner was interrupted by SIGINT\n')
         self.assertDead('started')
         self.assertIn('1/3 done (33%)', self.go_on(outcome).err)
         self.assertEqual('first\nslow\nslow\nlast\n', self.world.read('ran'))
@@ -23394,13 +23397,10 @@ class GoOnTest(FlowTest):
     def test_after_cancel_it_runs_again_what_was_canceled_and_nothing_else(self):
         runner = self.start()
         canceled = self.world.cli('--no-prompts', 'cancel', 1)
-        self.assertExit(0, canceled, 'torc.py run 1 --retry-failed',
-                        'workflows reset-status 1 --failed-only -r')
-        outcome = self.assertExit(1, runner.finish(30), 'was canceled', '  canceled: slow, last\n')
+        self.assertExit(0, canceled, 'torc.py run 1 --retry-failed')
+        outcome = self.assertExit(1, runner.finish(30), 'was canceled', 'To go on from here: torc.py run 1 --retry-failed\n')
         self.assertDead('started')
-        again = self.assertExit(1, self.world.cli('run', 1), 'reset-status 1 --failed-only -r')
-        for said in (outcome, again):
-            self.assertIn('To go on from here: torc.py run 1 --retry-failed\n', said.err)
+        self.assertExit(1, self.world.cli('run', 1), 'To go on from here: torc.py run 1 --retry-failed\n')
         self.go_on(outcome)
         self.assertEqual('first\nslow\nslow\nlast\n', self.world.read('ran'))
 
@@ -23426,8 +23426,8 @@ class GoOnTest(FlowTest):
         for pid in torc.read_children(runner.pid):      # its keeper outlives it
             os.kill(pid, signal.SIGKILL)
         self.assertEqual(-signal.SIGKILL, runner.finish(10).code)
-        outcome = self.assertExit(1, self.world.cli('run', 1), '  failed: slow\n', '  canceled: last\n',
-                                  'Jobs that were lost with their runner or allocation (return code -128): 1\n')
+        outcome = self.assertExit(1, self.world.cli('run', 1), '  x slow (return code -128): ', '  - last: never ran: ',
+                                  '  x to run again what was lost: torc.py recover 1\n')
         self.assertNotIn('No jobs claimed', outcome.err)
         self.assertIn('2 jobs to run again', self.go_on(outcome).err)
         self.assertEqual('first\nslow\nslow\nlast\n', self.world.read('ran'))
@@ -24358,7 +24358,7 @@ class OutputTest(FlowTest):
     def test_what_was_cut_off_stands_in_status_logs_and_results(self):
         outcome = self.world.cli('exec', '--max-output-bytes', '4', '-c', 'echo 12345', '-c', 'echo 12345; exit 2')
         cut = 'stdout was cut off at 4B of 6B (--max-output-bytes)'
-        self.assertExit(1, outcome, 'output of jobs is cut off', f'job2 ended with return code 2: 12345; {cut}')
+        self.assertExit(1, outcome, 'output of jobs is cut off', f'x job2 (return code 2): 12345; {cut}', f'+ job1: {cut}')
         self.assertExit(0, self.world.main('status', 1), f'+ job1: {cut}', f'job2 (return code 2): 12345; {cut}')
         self.assertExit(0, self.world.main('logs', 1, 'job1'), f'torc: job job1 completed: {cut}')
         self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 12345; {cut} <==\n1234')
@@ -24417,7 +24417,7 @@ class OutputTest(FlowTest):
             self.world.write('room', '')
             self.world.wait(lambda: 'is full; no more jobs are started' in runner.err, 20, 'the runner to see it', [runner])
             os.truncate(small + '/out/job_stdio/job_wf1_j1_r1_a1.o', 0)
-            self.assertExit(1, runner.finish(), 'fill ended with return code 1', 'can be written to again', '1 completed, 1 failed')
+            self.assertExit(1, runner.finish(), 'x fill (return code 1): ', 'can be written to again', '1 completed, 1 failed')
             self.assertEqual('next\n', read_text(small + '/out/job_stdio/job_wf1_j2_r1_a1.o'))
         reason, = [row['reason'] for row in self.ask_json('results', 'list', 1)['items'] if row['return_code']]
         self.assertEqual(f'the disk of the output directory {small}/out is full', reason)

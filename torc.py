@@ -24819,7 +24819,7 @@ def format_silence(runner: Dict[str, Any]) -> str:
             f"{format_elapsed(runner['silent_s'])}")
 
 
-def format_explanation(status: Dict[str, Any], style: Style, program: str,
+def format_reasons(status: Dict[str, Any], style: Style, program: str,
                        is_part: bool = False) -> List[str]:
     """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal.
 
@@ -24879,7 +24879,7 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
     lines += [f'    {printable_line(format_allocation(row))}' for row in rows[:FAILURES_SHOWN]]
     lines += [f'    {len(rows) - FAILURES_SHOWN} more allocations'] if len(rows) > FAILURES_SHOWN else []
     lines.append('')
-    explained = format_explanation(status, style, program)
+    explained = format_reasons(status, style, program)
     lines += explained + [''] if explained else []
     kind, sentence = verdict_of(status)
     mark, ascii_mark, colour = VERDICTS[kind]
@@ -24921,9 +24921,9 @@ def summarize_waiting(waiting: Dict[str, Any]) -> str:
 
 def format_ready_group(group: Dict[str, Any]) -> str:
     """A group of ready jobs, with what the first of them needs."""
-    needs = [f"{group['num_cpus']} CPUs", format_memory(group['memory_bytes'])]
-    needs += [f"{group['num_gpus']} GPUs"] if group['num_gpus'] else []
-    needs += [f"{group['num_nodes']} nodes"] if group['num_nodes'] > 1 else []
+    needs = [counted(group['num_cpus'], 'CPU'), format_memory(group['memory_bytes'])]
+    needs += [counted(group['num_gpus'], 'GPU')] if group['num_gpus'] else []
+    needs += [counted(group['num_nodes'], 'node')] if group['num_nodes'] > 1 else []
     needs += [f"label {','.join(group['labels'])}"] if group['labels'] else []
     more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
     return (f"{group['job_name']}{more} ({', '.join(needs)}, {format_elapsed(group['runtime_seconds'])}): "
@@ -24992,7 +24992,7 @@ def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
     if waiting['slurm'] and waiting['slurm']['error']:
         parts['Allocations'].append(f"Slurm could not be asked: {waiting['slurm']['error']}")
     lines = [printable_line(title), '', waiting['summary']]
-    explained = format_explanation(dict(status, explanation=waiting['explanation']), style, program, True)
+    explained = format_reasons(dict(status, explanation=waiting['explanation']), style, program, True)
     lines += [''] + explained if explained else []
     for name, found in parts.items():
         lines += ['', name] + [f'  {printable_line(text)}' for text in found] if found else []
@@ -25022,22 +25022,22 @@ def format_waiting_action(action: Dict[str, Any]) -> str:
     return f"action {action['action_id']} ({what}, {action['trigger_type']}): {action['reason']}"
 
 
-def format_diagnosis(found: Dict[str, Any]) -> str:
-    """Answer of diagnose_workflow, for people."""
-    def span(name: str, key: str) -> str:
-        times = found[key]
-        return f'  {name:24}' + (', '.join(
-            f"{word} {format_elapsed(times[f'{word}_seconds'])}" for word in ('min', 'median', 'max'))
-            if times else '-')
-    lines = [
-        f"Workflow {found['workflow_id']}: {counted(found['active_allocations'], 'compute node')} at work "
-        f"({found['allocations_unlimited']} without an end), {counted(found['ready_jobs'], 'ready job')}", '',
-        span('time left of nodes', 'allocation_remaining'),
-        span('run time of ready jobs', 'ready_job_runtime'), '']
-    lines.append(f"{found['runtime_blocked_jobs']} ready jobs need more time than any active node has left"
-                 if found['runtime_blocked'] else
-                 'No ready job needs more time than the active nodes have left')
-    return format_lines(lines)
+def words_to_go_on(status: Dict[str, Any], was_interrupted: bool = False) -> Optional[List[str]]:
+    """What `run ID` needs beside the id to go on with a workflow; None if nothing is left to do."""
+    counts, is_canceled = status['jobs_by_status'], status['is_canceled']
+    is_spoiled = is_canceled or has_failed(counts)
+    is_active = any(counts.get(STATUS_NAMES[code]) for code in ACTIVE)  # a reset has to wait for their end
+    is_ready = counts.get('ready') or counts.get('uninitialized')
+    if not is_canceled and (is_active or is_ready and (was_interrupted or not is_spoiled)):
+        return []
+    return ['--retry-failed'] if is_spoiled else None
+
+
+def commands_to_retry(program: str, number: int, is_slurm: bool) -> str:
+    """How a workflow goes on with what failed or was canceled; `program` begins the commands."""
+    if not is_slurm:
+        return f'{program} run {number} --retry-failed'
+    return f'{program} workflows reset-status {number} --failed-only -r; {program} submit {number}'
 
 
 def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = False) -> List[str]:
@@ -25049,9 +25049,19 @@ def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = Fa
     has_schedule = not is_refused and any(not action['executed'] and action['trigger_count']
                                           >= action['required_triggers'] for action in schedules)
     has_ended = any(row.get('has_ended') for row in waiting['allocations'])
+    is_slurm = had_allocations or bool(schedules)
     regenerate, steps = f'{program} slurm regenerate {number} --submit', []     # type: str, List[str]
+    failures = waiting['explanation']['failures']
+    if failures:
+        name = printable_line(shlex.quote(failures[0]['job_name']))
+        steps.append(f'See what a failed job has written: {program} logs {number} {name}')
+    if words_to_go_on(status) == ['--retry-failed']:
+        retry = commands_to_retry(program, number, is_slurm)
+        steps.append(f'Run what failed or was canceled again: {retry}')
+        if failures:
+            steps.append(f'The same with more memory or time, where that lacked: {program} recover {number}')
     if status['is_canceled'] or status['is_complete']:
-        return []
+        return steps
     if is_refused:
         steps.append(f'Change what was refused, and submit again: {program} slurm list {number}; '
                      f'{program} slurm update ID ...; {program} submit {number}')
@@ -25059,9 +25069,11 @@ def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = Fa
         steps.append(f'If `submit` was killed, go on where it was: {program} submit {number}')
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
         in_slurm = regenerate if had_allocations and not has_ended else ''      # if one has ended: see below
-        in_slurm = f'{program} submit {number}' if has_schedule else in_slurm
-        more = f'    (or, in Slurm: {in_slurm})' if in_slurm else ''
-        steps.append(f'Start runners: {program} run {number}{more}')
+        if has_schedule or schedules and counts['uninitialized']:
+            in_slurm = f'{program} submit {number}'
+        here = f'{program} run {number}'
+        steps.append(f'Submit its allocations: {in_slurm}    (or run it here: {here})' if in_slurm else
+                     f'Start runners: {here}')
     if has_ended:
         steps.append(f'Set right what an allocation has left: {program} workflows sync-status {number}')
     if silent_runners(waiting) and not has_ended:
@@ -26087,6 +26099,17 @@ def command_line(session: Session, *words: Any) -> str:
     return printable_line(' '.join(shlex.quote(str(word)) for word in [program_name(), *options, *words]))
 
 
+def asks_slurm(session: Session, workflow_id: int) -> bool:
+    """Whether a workflow's actions ask Slurm for nodes: hints then name `submit`, and not `run`."""
+    actions = session.call('get_workflow_actions', workflow_id=workflow_id)
+    return any(action['action_type'] == 'schedule_nodes' for action in actions)
+
+
+def start_line(session: Session, workflow_id: int) -> str:
+    """The command that runs the jobs of a workflow."""
+    return command_line(session, 'submit' if asks_slurm(session, workflow_id) else 'run', workflow_id)
+
+
 def is_id(word: str) -> bool:
     """Whether a word that may be an id or a file is an id: an integer is, whatever files there are."""
     # Else `run 7` would depend on the current directory; a file of that name is `./7`.
@@ -26715,7 +26738,7 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
     if error:
         session.report(f'torc: {error}')
         value['status'] = 'error'
-    run = command_line(session, 'run', workflow_id)
+    run = start_line(session, workflow_id)
     session.answer(value, '' if error else f'Workflow {workflow_id} is initialized. Run it with: {run}\n')
     return 1 if error else 0
 
@@ -26786,13 +26809,6 @@ def cmd_status(session: Session, args: Arguments) -> int:
     if status.get('runtime_blocked_ready_jobs'):
         count = status['runtime_blocked_ready_jobs']
         session.report(f'warning: {count} ready jobs need more time than any active node has left')
-    return 0
-
-
-def cmd_diagnose(session: Session, args: Arguments) -> int:
-    """Whether ready jobs need more time than the active nodes have left."""
-    found = session.call('diagnose_workflow', workflow_id=choose_workflow(session, args))
-    session.answer(found, format_diagnosis(found))
     return 0
 
 
@@ -26961,7 +26977,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
         session.call('initialize_jobs', workflow_id=workflow_id, only_uninitialized=True)
     value = {
         'downstream_jobs': downstream, 'failures': failures,
-        'next_steps': f"Run '{command_line(session, 'run', workflow_id)}' to execute.",
+        'next_steps': f"Run '{start_line(session, workflow_id)}' to execute.",
         'reinit': {'applied': bool(args['reinit']), 'error': None, 'requested': bool(args['reinit'])},
         'requested_job_ids': [job['id'] for job in jobs], 'reset_count': len(done), 'reset_job_ids': done,
         'status': 'partial_failure' if failures else 'success', 'workflow_id': workflow_id}
@@ -27939,7 +27955,7 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
     text = format_applied(answer, earlier['name'], is_dry_run)
     text += delete_outputs(body, answer, deletes, is_dry_run)
     if is_dry_run or session.command.name == 'create':
-        hint = f"Run them with: {command_line(session, 'run', earlier['id'])}\n"
+        hint = f"Run them with: {start_line(session, earlier['id'])}\n"
         session.answer(answer, text + (hint if answer['to_run'] and not is_dry_run else ''))
     else:
         session.announce(dict(answer, message=f"Resuming workflow {earlier['id']}"), text)
@@ -28169,19 +28185,35 @@ def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict
     number, code = status['workflow_id'], 0 if verdict_of(status)[0] == 'complete' else 1
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.report(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
-    if code:
-        report_undone(session, number, status['jobs_by_status'], set())
-        retry = command_line(session, 'run', number, '--retry-failed', *words)
-        session.report(f'To go on from here: {retry}')
-        report_edit(session, workflow, words)
-    rows = [('what failed:', 'reset-status', ('--failed-only', '-r'))] if code else []
+    report_reasons(session, number)
+    report_way_on(session, workflow, words_to_go_on(status), words)
     if not status['is_canceled']:   # init would forget what is done
-        rows += [('what changed:', 'reinit', ()), ('everything:', 'init', ())]
-    lines = format_rows((title, command_line(session, 'workflows', verb, number, *more))
-                        for title, verb, more in rows)
-    run = command_line(session, 'run', number, *words)
-    session.report(f'To run again, before `{run}`:', *lines.splitlines())
+        reinit, init, run = (command_line(session, *line) for line in (
+            ('workflows', 'reinit', number), ('workflows', 'init', number), ('run', number, *words)))
+        session.report(f'To run again what has changed: {reinit} (everything: {init}); then: {run}')
     return code
+
+
+def report_reasons(session: Session, workflow_id: int) -> None:
+    """Why jobs failed, and what the others wait for, in the words of `status` and `explain`."""
+    try:
+        waiting = call_addition(session.client, 'explain_waiting', workflow_id=workflow_id)
+    except TorcError:       # no server any more
+        return
+    if waiting:
+        status, style = dict(waiting['status'], explanation=waiting['explanation']), style_of(session.err, {})
+        session.report(*format_reasons(status, style._replace(has_colour=False), command_line(session), True),
+                       *(f'  {format_ready_group(group)}' for group in waiting['ready']
+                         if group['code'] == 'lacks'))
+
+
+def report_way_on(session: Session, workflow: Dict[str, Any], words: Optional[Sequence[str]],
+                  output: Sequence[str], where: str = ' from here') -> None:
+    """How a workflow goes on, by words_to_go_on() and output_words()."""
+    if words is not None:
+        session.report(f"To go on{where}: {command_line(session, 'run', workflow['id'], *words, *output)}")
+    if words:
+        report_edit(session, workflow, output)
 
 
 def report_edit(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
@@ -28209,19 +28241,12 @@ def logs_words(workflow: Dict[str, Any], options: RunnerOptions) -> List[str]:
 
 def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
                    options: RunnerOptions) -> None:
-    """The summary: counts, failed jobs with their last lines, what else is not done, how to continue."""
+    """The summary: counts, why jobs failed, what others wait for, how to continue."""
     if session.options['quiet'] and outcome_exit(outcome) == 0:
         return
     number = workflow['id']
     session.report(f"Workflow {number} ({workflow['name']}) {describe_end(outcome)}")
-    for _, name, return_code, last_line in outcome.failed_jobs[:CANDIDATES_SHOWN]:
-        detail = f': {last_line}' if last_line else ''
-        session.report(f'  {name} ended with return code {return_code}{detail}')
-    if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
-        session.report(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
-    if outcome_exit(outcome):
-        shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
-        report_undone(session, number, outcome.jobs_by_status, shown)
+    report_reasons(session, number)
     directory_words = logs_words(workflow, options)
     if outcome.failed_jobs:
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *directory_words)
@@ -28230,14 +28255,10 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
         report_unwritten_data(session, number)
     directory = os.path.join(options.output_dir, 'job_stdio')
     session.report(f"Output: {directory} ({command_line(session, 'logs', number, *directory_words)})")
-    words = words_to_go_on(outcome)
-    if words is not None:
-        words += output_words(options)
-        is_elsewhere = outcome.reason in ('stuck', 'idle') and outcome_counts(outcome).get('ready')
-        where = ', where the rest can run' if is_elsewhere else ' from here'
-        session.report(f"To go on{where}: {command_line(session, 'run', number, *words)}")
-        if words[:1] == ['--retry-failed']:
-            report_edit(session, workflow, words[1:])
+    status = {'jobs_by_status': outcome_counts(outcome), 'is_canceled': outcome.is_canceled}
+    is_elsewhere = outcome.reason in ('stuck', 'idle') and status['jobs_by_status'].get('ready')
+    report_way_on(session, workflow, words_to_go_on(status, bool(outcome.interrupted_by)),
+                  output_words(options), ', where the rest can run' if is_elsewhere else ' from here')
     database = session.client.database
     if database and is_deleted(database):
         session.report(f'The database {database} was deleted during the run: its results are lost')
@@ -28256,42 +28277,6 @@ def report_unwritten_data(session: Session, workflow_id: int) -> None:
     if len(found) > CANDIDATES_SHOWN:
         more = command_line(session, 'events', 'list', workflow_id, '--category', 'user_data')
         session.report(f'and {len(found) - CANDIDATES_SHOWN} more: {more}')
-
-
-NAMES_SHOWN = 5     # of the jobs that are not done, for each status
-
-
-def report_undone(session: Session, workflow_id: int, counts: Dict[str, int], shown: Set[int]) -> None:
-    """Name the jobs that are not done, except for failures already shown; count those lost with runners."""
-    all_shown = sum(counts.get(name, 0) for name in BROKEN_WORDS) <= len(shown)
-    try:
-        for row in STATUSES:
-            count = counts.get(row.name, 0) if row.is_bad or not row.is_done else 0
-            if count and not (all_shown and row.name in BROKEN_WORDS):
-                most = NAMES_SHOWN + len(shown)
-                jobs = session.items('list_jobs', most, workflow_id=workflow_id, status=row.name)
-                names = [job['name'] for job in jobs if job['id'] not in shown]
-                more = count - len(jobs) + len(names[NAMES_SHOWN:])
-                text = ', '.join(names[:NAMES_SHOWN]) + (f' and {more} more' if more else '')
-                session.report(f'  {row.name}: {text}')
-        lost = session.call('list_results', workflow_id=workflow_id, return_code=ORPHAN_RETURN_CODE, limit=1,
-                            status='failed')['total_count']
-    except TorcError:       # no server any more: nothing more can be said
-        return
-    if lost:
-        code = ORPHAN_RETURN_CODE
-        session.report(f'Jobs that were lost with their runner or allocation (return code {code}): {lost}')
-
-
-def words_to_go_on(outcome: RunOutcome) -> Optional[List[str]]:
-    """What `run ID` needs beside the id to go on with a workflow; None if there is nothing to go on with."""
-    counts = outcome_counts(outcome)
-    is_spoiled = outcome.is_canceled or has_failed(counts)
-    is_active = any(counts.get(STATUS_NAMES[code]) for code in ACTIVE)  # a reset has to wait for their end
-    is_ready = counts.get('ready') or counts.get('uninitialized')
-    if not outcome.is_canceled and (is_active or is_ready and (outcome.interrupted_by or not is_spoiled)):
-        return []
-    return ['--retry-failed'] if is_spoiled else None
 
 
 REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no job could be claimed',
@@ -32615,8 +32600,8 @@ COMMANDS = (
     Command('workflows execution-plan', cmd_execution_plan, 'show the order in which jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'), *SPEC_OPTIONS),
         'workflows execution-plan examples/diamond.yaml'),
-    Command('workflows diagnose', cmd_diagnose, "compare the run times of ready jobs with nodes' time left",
-        (ASKED_WF,), 'workflows diagnose 1'),
+    Command('workflows diagnose', shows('diagnose_workflow'),
+        "compare the run times of ready jobs with nodes' time left", (ASKED_WF,), 'workflows diagnose 1'),
     Command('workflows check-resources', cmd_check_resources,
         'compare what jobs used with what they asked for', (
         ASKED_WF, RUN_ID._replace(names='-r --run-id'),
