@@ -28481,7 +28481,7 @@ def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
     for word in words:
         name, equals, value = word.partition('=')
         if not name or not equals:
-            raise BadInput(printable(f'--param {word}: write NAME=VALUE, such as i=10, x=[a,b] '
+            raise BadInput(printable(f'--param {word}: write NAME=VALUE, such as i=1:10, x=[a,b] '
                                      'or file=@names.txt'))
         if name in parameters:
             raise BadInput(printable(f'--param {name} stands twice'))
@@ -32419,7 +32419,7 @@ COMMANDS = (
                  'between measurements (default 10)', at_least(1, parse_whole_seconds)),
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
-        "exec -c 'echo {i}' --param i=10"),
+        "exec -c 'echo {i}' --param i=1:10"),
     Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
         Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
