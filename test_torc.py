@@ -19549,6 +19549,14 @@ class RunTest(CommandTest):
         self.assertFalse(answer['valid'])
         self.assertGreaterEqual(len(answer['errors']), 2)
         self.assertEqual(0, answer['summary']['job_count'])
+        self.world.write('w.yaml', """
+            name: w
+            files: [{name: f, path: in.txt}]
+            user_data: [{name: u}]
+            jobs: [{name: a, command: "true", input_files: [f], input_user_data: [u]}]
+            """)
+        missing = ['1 missing input file that no job makes: in.txt', 'user data that no job makes has no value: u']
+        self.assertEqual(missing, self.json('create --dry-run w.yaml')['warnings'])
         self.world.write('w.yaml', SAMPLE)
         self.assertIn('Validation: PASSED', self.text('create --dry-run w.yaml'))
         self.assertFalse(os.path.exists(self.world.path('torc_output')))
@@ -23547,6 +23555,7 @@ class EditedFileTest(FlowTest):
         os.rename(self.world.path('study.yaml'), self.world.path('moved.yaml'))
         outcome = self.resume(0, 'A new one would have 5 jobs', path='moved.yaml', flags=['--dry-run'])
         hint = re.search(r'if that is now this one: torc.py (.*)', outcome.err).group(1)
+        self.resume(4, f'if that is now this one: torc.py {hint}; without --resume the file makes a new', path='moved.yaml')
         self.assertExit(0, self.world.cli(*shlex.split(hint)))
         os.symlink(self.world.directory, self.world.path('link'))
         self.resume(1, self.SAME, path='link/moved.yaml')

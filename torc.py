@@ -15792,18 +15792,23 @@ def check_files(client: Client, workflow: Dict[str, Any]) -> FileCheck:
     return FileCheck(missing, existing, empty)
 
 
+def describe_missing(check: FileCheck) -> Tuple[str, str]:
+    """What is missing before a workflow can run: of its files, and of its user data."""
+    files, data = (printable(first_of(found)) for found in (check.missing_inputs, check.missing_user_data))
+    count = counted(len(check.missing_inputs), 'missing input file')
+    return (files and f'{count} that no job makes: {files}',
+            data and f'user data that no job makes has no value: {data}')
+
+
 def refuse_missing_inputs(check: FileCheck, is_forced: bool, report: Report) -> None:
     """Refused where required files or user data are missing; --force turns missing files into a warning."""
-    if check.missing_inputs:
-        count, missing = len(check.missing_inputs), first_of(check.missing_inputs)
-        message = printable(f"{counted(count, 'missing input file')} that no job makes: {missing}")
-        if not is_forced:
-            raise Refused(f'{message}; make what is missing, or give --force to go on without it')
-        report(f'warning: {message}')
-    if check.missing_user_data:
-        missing = first_of(check.missing_user_data)
-        raise Refused(printable(f'user data that no job makes has no value: {missing}; '
-                                'set it in the file, or with `user-data update ID --data JSON`'))
+    files, data = describe_missing(check)
+    if files and not is_forced:
+        raise Refused(f'{files}; make what is missing, or give --force to go on without it')
+    if files:
+        report(f'warning: {files}')
+    if data:
+        raise Refused(f'{data}; set it in the file, or with `user-data update ID --data JSON`')
 
 
 def find_changes(client: Client, workflow: Dict[str, Any], is_dry_run: bool) -> Dict[str, Any]:
@@ -27733,6 +27738,7 @@ def cmd_create_workflow(session: Session, args: Arguments) -> int:
         earlier = find_earlier(session, plan.body['workflow'], args['dry_run'])
         if earlier is not None or args['dry_run']:
             return apply_plan(session, plan, earlier, args['dry_run'], args['delete_outputs'])
+    warn_of_missing(session, plan)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     message = f'Workflow created successfully with ID: {workflow_id}'
     session.answer({'message': message, 'status': 'success', 'workflow_id': workflow_id},
@@ -27749,10 +27755,34 @@ def check_spec(session: Session, args: Arguments) -> int:
             errors = [str(problem) for problem in error.problems] or [error.message]
             session.show_json({'valid': False, 'errors': errors, 'warnings': [], 'summary': EMPTY_SUMMARY})
         raise
-    warnings = [str(warning) for warning in plan.warnings]
+    warnings = [*map(str, plan.warnings), *warn_of_missing(session, plan)]
     session.answer({'valid': True, 'errors': [], 'warnings': warnings, 'summary': plan.summary},
                    format_summary(plan.summary))
     return 0
+
+
+def check_plan_files(session: Session, body: Dict[str, Any], earlier: Optional[Dict[str, Any]]) -> FileCheck:
+    """As check_files, for a workflow that is not created yet, or `earlier`, which is to follow its file."""
+    jobs, base = body['jobs'], base_directory(body['workflow'])
+    made_files = {index for job in jobs for index in job.output_files}
+    made_data = {index for job in jobs for index in job.output_user_data}
+    needed_files = sorted({index for job in jobs for index in job.input_files} - made_files)
+    needed_data = sorted({index for job in jobs for index in job.input_user_data} - made_data)
+    paths = [body['files'][index]['path'] for index in needed_files]
+    records = [body['user_data'][index] for index in needed_data]
+    empty = [record['name'] for record in records if record.get('data') is None]
+    if empty and earlier is not None:
+        stored = session.items('list_user_data', workflow_id=earlier['id'])
+        empty = sorted(set(empty).difference(item['name'] for item in stored if item.get('data') is not None))
+    return FileCheck([path for path in paths if is_missing(os.path.join(base, path))], [], empty)
+
+
+def warn_of_missing(session: Session, plan: Plan) -> List[str]:
+    """What `run` will refuse to start without, unless it is there by then."""
+    missing = list(filter(None, describe_missing(check_plan_files(session, plan.body, None))))
+    for text in missing:
+        session.report(f'warning: {text}')
+    return missing
 
 
 def format_summary(summary: Dict[str, Any]) -> str:
@@ -27919,21 +27949,27 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
         raise BadInput('--resume needs a workflow file: what comes through stdin cannot be found again')
     session.is_reading = session.is_reading or is_dry_run
     session.client.need_server()    # it looks which runners still live
-    name, directory, unknown, moved = planned['name'], planned['submission_directory'], None, None
+    name, directory, unknown, others = planned['name'], planned['submission_directory'], None, []
     for item in session.client.pages('list_workflows', name=name, is_archived=False, reverse_sort=True):
         if item['user'] in (planned['user'], user_name()):
             if item.get('spec_path') == path and (path or item.get('submission_directory') == directory):
                 planned['submission_directory'] = item.get('submission_directory')
                 return item
-            if not item.get('spec_path') and item.get('submission_directory') == directory:
+            if item.get('spec_path'):
+                others.append(item)
+            elif item.get('submission_directory') == directory:
                 unknown = unknown or item
-            moved = moved or item
     if unknown is None:
         session.report(f"No workflow {name!r} was made {f'from {path}' if path else 'here'} before")
-        if path and moved is not None and moved.get('spec_path'):
-            update = command_line(session, 'workflows', 'update', moved['id'], '--spec-path', path)
-            session.report(f"Workflow {moved['id']} was made from {moved['spec_path']}; "
-                           f'if that is now this one: {update}')
+        others.sort(key=lambda item: os.path.exists(item['spec_path']))
+        for item in others[:bool(path)]:
+            update = command_line(session, 'workflows', 'update', item['id'], '--spec-path', path)
+            said = (f"Workflow {item['id']} was made from {item['spec_path']}; if that is now this one: "
+                    + update)
+            is_gone = not os.path.exists(item['spec_path'])
+            if is_gone and item.get('submission_directory') == directory and not is_dry_run:
+                raise Refused(f'{said}; without --resume the file makes a new workflow')
+            session.report(said)
     elif not session.confirm(f"Workflow {unknown['id']} has this name and directory, but does not say from "
                              'which file it was made. Is it this one?'):
         raise Refused('nothing was changed; without --resume the file makes a new workflow')
@@ -28088,22 +28124,6 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
         reason = getattr(error, 'strerror', None) or error
         raise BadInput(printable(f'cannot write to the output directory {options.output_dir}: {reason}; '
                                  'name another one with --output-dir')) from None
-
-
-def check_plan_files(session: Session, body: Dict[str, Any], earlier: Optional[Dict[str, Any]]) -> FileCheck:
-    """As check_files, for a workflow that is not created yet, or `earlier`, which is to follow its file."""
-    jobs, base = body['jobs'], base_directory(body['workflow'])
-    made_files = {index for job in jobs for index in job.output_files}
-    made_data = {index for job in jobs for index in job.output_user_data}
-    needed_files = sorted({index for job in jobs for index in job.input_files} - made_files)
-    needed_data = sorted({index for job in jobs for index in job.input_user_data} - made_data)
-    paths = [body['files'][index]['path'] for index in needed_files]
-    records = [body['user_data'][index] for index in needed_data]
-    empty = [record['name'] for record in records if record.get('data') is None]
-    if empty and earlier is not None:
-        stored = session.items('list_user_data', workflow_id=earlier['id'])
-        empty = sorted(set(empty).difference(item['name'] for item in stored if item.get('data') is not None))
-    return FileCheck([path for path in paths if is_missing(os.path.join(base, path))], [], empty)
 
 
 def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forced: bool,
