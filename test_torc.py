@@ -19069,7 +19069,8 @@ class WorkflowTest(CommandTest):
   x a: return code 5
 To go on from here: torc\.py run 1 --retry-failed
 After an edit of its file: torc\.py run --resume w\.yaml
-To run again what has changed: torc\.py workflows reinit 1 \(everything: torc\.py workflows init 1\); then: torc\.py run 1
+To run again what has changed: torc\.py workflows reinit 1; torc\.py run 1
+To run again everything: torc\.py workflows init 1; torc\.py run 1
 \Z''')
         self.assertEqual('', outcome.out)
         self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '--failed-only', '--no-prompts'))

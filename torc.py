@@ -24778,38 +24778,6 @@ def verdict_of(status: Dict[str, Any]) -> Tuple[str, str]:
     return 'waiting', f'Workflow waits for {missing}: {format_counts(counts)}'
 
 
-def explain_failures(groups: Sequence[Dict[str, Any]], counts: Dict[str, int], number: int,
-                     program: str) -> List[Tuple[str, str]]:
-    """(status, line) of groups of failed jobs of workflow `number`, and of how many others there are."""
-    lines = []
-    for group in groups:
-        more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
-        reason, code = group.get('reason', ''), f"return code {group.get('return_code')}"
-        code = '' if reason == code or group.get('return_code') is None else f' ({code})'
-        lines.append((group['status'], f"{group['job_name']}{more}{code}: {reason}"))
-    left = sum(counts[name] for name in BROKEN_WORDS) - sum(group['count'] for group in groups)
-    if groups and left > 0:
-        lines.append(('failed', f'{left} more: {program} results list {number} --failed'))
-    if any(group.get('return_code') == ORPHAN_RETURN_CODE for group in groups):
-        lines.append(('failed', f'to run again what was lost: {program} recover {number}'))
-    return lines
-
-
-def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int,
-                   program: str) -> List[Tuple[str, str]]:
-    """(status, line) of jobs of workflow `number` that were canceled, and of what others wait for."""
-    canceled = why['canceled'][:CANCELED_SHOWN]
-    lines = [('canceled', f"{job['job_name']}: {job.get('reason', '')}") for job in canceled]
-    left = counts['canceled'] - len(canceled)
-    if canceled and left > 0:
-        lines.append(('canceled', f'{left} more: {program} jobs list {number} --status canceled'))
-    names = [f"{job['job_name']} ({job['status']})" for job in why['blockers']]
-    if names:
-        shown = ', '.join(names[:BLOCKERS_SHOWN]) + (' and others' if len(names) > BLOCKERS_SHOWN else '')
-        lines.append(('blocked', f"{counts['blocked']} blocked wait for {shown}"))
-    return lines
-
-
 SILENT_S = 40.0     # no living runner is silent for so long
 
 
@@ -24818,46 +24786,71 @@ def silent_runners(waiting: Dict[str, Any]) -> List[Dict[str, Any]]:
     return [row for row in waiting.get('runners', ()) if row['num_jobs'] and row['silent_s'] >= SILENT_S]
 
 
-def format_silence(runner: Dict[str, Any]) -> str:
-    """For how long a compute node was silent."""
-    return (f"compute node {runner['compute_node_id']} ({runner['hostname']}): nothing was heard of it for "
-            f"{format_elapsed(runner['silent_s'])}")
-
-
-def format_reasons(status: Dict[str, Any], style: Style, program: str,
-                       is_part: bool = False) -> List[str]:
-    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal.
+def find_reasons(status: Dict[str, Any], program: str, is_part: bool) -> Iterator[Tuple[str, str]]:
+    """(status, line): why jobs failed or were canceled, what others wait for, what else is to be known.
 
     With `is_part` more is said elsewhere, of ready jobs.
     """
-    counts, number = status['jobs_by_status'], status['workflow_id']
-    why = status.get('explanation')
-    found = explain_failures(why['failures'][:FAILURES_SHOWN], counts, number, program) if why else []
-    if why and not status['is_canceled']:
-        found += explain_others(why, counts, number, program)
-    for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
-        found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
-    for row in (why or {}).get('ended_allocations', ())[:ENDED_SHOWN] if not status['is_complete'] else ():
-        found.append(('canceled', f"allocation {row['id']} is {row['status']}: {row['reason']}"))
-    sync = f'{program} workflows sync-status {number}'
+    counts, number, why = status['jobs_by_status'], status['workflow_id'], status.get('explanation') or {}
+    failures = why.get('failures', ())[:FAILURES_SHOWN]
+    for group in failures:
+        more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
+        reason, code = group.get('reason', ''), f"return code {group.get('return_code')}"
+        code = '' if reason == code or group.get('return_code') is None else f' ({code})'
+        yield group['status'], f"{group['job_name']}{more}{code}: {reason}"
+    left = sum(counts[name] for name in BROKEN_WORDS) - sum(group['count'] for group in failures)
+    if failures and left > 0:
+        yield 'failed', f'{left} more: {program} results list {number} --failed'
+    if any(group.get('return_code') == ORPHAN_RETURN_CODE for group in failures):
+        yield 'failed', f'to run again what was lost: {program} recover {number}'
+    if not status['is_canceled']:
+        canceled = why.get('canceled', ())[:CANCELED_SHOWN]
+        for job in canceled:
+            yield 'canceled', f"{job['job_name']}: {job.get('reason', '')}"
+        if canceled and counts['canceled'] > len(canceled):
+            more = f"{counts['canceled'] - len(canceled)} more"
+            yield 'canceled', f'{more}: {program} jobs list {number} --status canceled'
+        blockers = why.get('blockers', ())
+        if blockers:
+            names = ', '.join(f"{job['job_name']} ({job['status']})" for job in blockers[:BLOCKERS_SHOWN])
+            names += ' and others' if len(blockers) > BLOCKERS_SHOWN else ''
+            yield 'blocked', f"{counts['blocked']} blocked wait for {names}"
+    for job in why.get('remarks', ())[:REMARKS_SHOWN]:
+        yield job['status'], f"{job['job_name']}: {job['reason']}"
+    for row in why.get('ended_allocations', ())[:ENDED_SHOWN] if not status['is_complete'] else ():
+        yield 'canceled', f"allocation {row['id']} is {row['status']}: {row['reason']}"
     for row in status.get('silent_runners', ()):
-        jobs = counted(row['num_jobs'], 'job')
-        found.append(('running', f'{format_silence(row)}; it has {jobs}; if it is gone for certain: {sync}'))
-    is_idle = counts['ready'] and not (status['is_canceled'] or status['active_compute_nodes'])
-    last = (why or {}).get('last_runner') or {}
-    if is_idle and last.get('reason'):
-        found.append(('ready', f"compute node {last['id']} ({last['hostname']}) left: {last['reason']}"))
-    if is_idle and not is_part:
+        yield 'running', (f"compute node {row['compute_node_id']} ({row['hostname']}): nothing was heard of "
+                          f"it for {format_elapsed(row['silent_s'])}; it has "
+                          f"{counted(row['num_jobs'], 'job')}; "
+                          f'if it is gone for certain: {program} workflows sync-status {number}')
+    if not counts['ready'] or status['is_canceled'] or status['active_compute_nodes']:
+        return
+    last = why.get('last_runner') or {}
+    if last.get('reason'):
+        yield 'ready', f"compute node {last['id']} ({last['hostname']}) left: {last['reason']}"
+    if not is_part:
         # Who has allocations does not want the work of hours to be done on a login node.
         has_slurm = status.get('pending_scheduled_nodes') or status.get('active_scheduled_nodes')
         what = f'an allocation: {program} explain' if has_slurm else f'a runner: {program} run'
-        found.append(('ready', f"{counts['ready']} ready wait for {what} {number}"))
+        yield 'ready', f"{counts['ready']} ready wait for {what} {number}"
+
+
+def format_reasons(status: Dict[str, Any], style: Style, program: str, is_part: bool = False) -> List[str]:
+    """The same as lines, each after the symbol of its status; none is wider than the terminal."""
     lines = []
-    for name, text in found:
-        row, text = STATUSES[STATUS_CODES[name]], printable_line(text).replace('\t', ' ')
+    for name, text in find_reasons(status, program, is_part):
+        row, text = STATUSES[STATUS_CODES[name]], one_line(text)
         text = cut(text, style.width - 4, '…' if style.is_unicode else '~') if style.width else text
         lines.append(f'  {paint(row.symbol, row.colour, style)} {text}')
     return lines
+
+
+def format_title(status: Dict[str, Any]) -> str:
+    """The first line of `status` and `explain`."""
+    run = f", run {status['run_id']}" if status.get('run_id') else ''
+    return printable_line(f"Workflow {status['workflow_id']}: {status['workflow_name']} "
+                          f"(user {status['workflow_user']}{run})")
 
 
 def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = 'torc.py') -> str:
@@ -24865,10 +24858,7 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
 
     `program` begins the commands in it; its options name the server or database.
     """
-    counts, total = status['jobs_by_status'], status['total_jobs']
-    who = f"user {status['workflow_user']}" + (f", run {status['run_id']}" if status.get('run_id') else '')
-    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} ({who})"
-    lines = [printable_line(title), '']
+    counts, total, lines = status['jobs_by_status'], status['total_jobs'], [format_title(status), '']
     for row in STATUSES:
         if counts[row.name]:
             bar = row.symbol * max(1, round(30 * counts[row.name] / total))
@@ -24877,17 +24867,13 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
     times = f"execution time {format_seconds(status['total_exec_time_minutes'] * 60)}"
     if status.get('walltime_seconds') is not None:
         times = f"wall time {format_seconds(status['walltime_seconds'])}, {times}"
-    lines.append('  ' + times[0].upper() + times[1:])
-    nodes = describe_nodes(status)
-    lines += [f"  {', '.join(nodes)}"] if nodes else []
-    rows = status.get('allocations') or []
+    nodes, rows = describe_nodes(status), status.get('allocations') or []
+    lines += ['  ' + times[0].upper() + times[1:]] + [f"  {', '.join(nodes)}"] * bool(nodes)
     lines += [f'    {printable_line(format_allocation(row))}' for row in rows[:FAILURES_SHOWN]]
-    lines += [f'    {len(rows) - FAILURES_SHOWN} more allocations'] if len(rows) > FAILURES_SHOWN else []
-    lines.append('')
-    explained = format_reasons(status, style, program)
-    lines += explained + [''] if explained else []
-    kind, sentence = verdict_of(status)
+    lines += [f"    {counted(len(rows) - FAILURES_SHOWN, 'more allocation')}"] * (len(rows) > FAILURES_SHOWN)
+    explained, (kind, sentence) = format_reasons(status, style, program), verdict_of(status)
     mark, ascii_mark, colour = VERDICTS[kind]
+    lines += [''] + explained + [''] * bool(explained)
     lines.append(paint(f'{mark if style.is_unicode else ascii_mark} {sentence}', colour, style))
     return '\n'.join(lines) + '\n'
 
@@ -24980,7 +24966,6 @@ def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
                    program: str = 'torc.py') -> str:
     """The answer of `explain` for people: a sentence, then what waits for what, and what to do."""
     status = waiting['status']
-    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"
     parts = {
         'Ready jobs': [format_ready_group(group) for group in waiting['ready']],
         'Allocations': [format_allocation(row, now) for row in waiting['allocations'][:ALLOCATIONS_SHOWN]],
@@ -24996,19 +24981,19 @@ def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
         parts[name] += [f'{number} more'] if number > 0 else []
     if waiting['slurm'] and waiting['slurm']['error']:
         parts['Allocations'].append(f"Slurm could not be asked: {waiting['slurm']['error']}")
-    lines = [printable_line(title), '', waiting['summary']]
+    lines = [format_title(status), '', waiting['summary']]
     explained = format_reasons(dict(status, explanation=waiting['explanation']), style, program, True)
     lines += [''] + explained if explained else []
     for name, found in parts.items():
         lines += ['', name] + [f'  {printable_line(text)}' for text in found] if found else []
-    lines += [''] + waiting['next_steps'] if waiting['next_steps'] else []
+    lines += ['', *map(printable_line, waiting['next_steps'])] if waiting['next_steps'] else []
     return '\n'.join(lines) + '\n'
 
 
 def format_runner(runner: Dict[str, Any]) -> str:
     """A compute node at work: what it has, and how busy it is."""
-    has = (f"{runner['num_cpus']} CPUs, {runner['memory_gb']:.1f}GB, {runner['num_gpus']} GPUs"
-           + (f" on {runner['num_nodes']} nodes" if runner['num_nodes'] > 1 else ''))
+    cpus, gpus = counted(runner['num_cpus'], 'CPU'), counted(runner['num_gpus'], 'GPU')
+    nodes = f" on {runner['num_nodes']} nodes" if runner['num_nodes'] > 1 else ''
     left = runner['remaining_seconds']
     about = [f"Slurm job {runner['slurm_job_id']}"] if runner['slurm_job_id'] else []
     about += [f"label {','.join(runner['labels'])}"] if runner['labels'] else []
@@ -25016,7 +25001,8 @@ def format_runner(runner: Dict[str, Any]) -> str:
     about += [f'{format_elapsed(left)} left'] if left is not None else []
     silent_s = runner['silent_s']
     about += [f'nothing was heard of it for {format_elapsed(silent_s)}'] if silent_s >= SILENT_S else []
-    return f"compute node {runner['compute_node_id']} ({runner['hostname']}), {has}: {', '.join(about)}"
+    return (f"compute node {runner['compute_node_id']} ({runner['hostname']}), {cpus}, "
+            f"{runner['memory_gb']:.1f}GB, {gpus}{nodes}: {', '.join(about)}")
 
 
 def format_waiting_action(action: Dict[str, Any]) -> str:
@@ -25058,7 +25044,7 @@ def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = Fa
     regenerate, steps = f'{program} slurm regenerate {number} --submit', []     # type: str, List[str]
     failures = waiting['explanation']['failures']
     if failures:
-        name = printable_line(shlex.quote(failures[0]['job_name']))
+        name = shlex.quote(failures[0]['job_name'])
         steps.append(f'See what a failed job has written: {program} logs {number} {name}')
     if words_to_go_on(status) == ['--retry-failed']:
         retry = commands_to_retry(program, number, is_slurm)
@@ -28028,14 +28014,6 @@ def format_groups(groups: Sequence[Tuple[str, Sequence[str]]]) -> List[str]:
 
 # -------- running --------
 
-class Target(Row):
-    """What `run` is to run."""
-    workflow_id: int
-    is_new: bool        # this very command has read its file
-    retries_failed: bool = False    # what did not complete is to run again
-    is_allocation: bool = False     # begin also if nothing is left: the record of the allocation says so
-
-
 def cmd_run(session: Session, args: Arguments) -> int:
     """Create a workflow from a file, or take an existing one; run its jobs here; report."""
     options = runner_options(args)      # what is wrong with them shows before anything is created
@@ -28044,9 +28022,9 @@ def cmd_run(session: Session, args: Arguments) -> int:
     if is_id(args['target']):
         if args['resume'] or args['delete_outputs']:
             raise BadInput('--resume takes the workflow file; to go on with a workflow as it is: `run ID`')
-        target = Target(int(args['target']), False, bool(args['retry_failed']))
         await_server(session, options)
-        return run_to_end(session, target, options, args['force'])
+        return run_to_end(session, int(args['target']), options, args['force'],
+                          retries_failed=bool(args['retry_failed']))
     if args['retry_failed'] and not args['resume']:     # which does so anyway
         raise BadInput('--retry-failed goes on with a workflow that exists: give its id in place of the file')
     plan = read_spec(session, args['target'], args)
@@ -28055,14 +28033,22 @@ def cmd_run(session: Session, args: Arguments) -> int:
     refuse_missing_inputs(check_plan_files(session, plan.body, earlier), args['force'], session.report)
     if args['dry_run']:
         return apply_plan(session, plan, earlier, True, args['delete_outputs'])
+    workflow_id = store_plan(session, plan, earlier, options, args['delete_outputs'])
+    return run_to_end(session, workflow_id, options, args['force'], is_new=True)
+
+
+def store_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], options: RunnerOptions,
+               deletes: Optional[bool] = False) -> int:
+    """Make a workflow that is to run here, or let an earlier one follow the plan. Returns its id."""
     prepare_output_dir(session, options)
     if earlier is not None:
-        apply_plan(session, plan, earlier, False, args['delete_outputs'])
-        return run_to_end(session, Target(earlier['id'], True), options, args['force'])
+        apply_plan(session, plan, earlier, False, deletes)
+        return earlier['id']
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    message = f'Created workflow {workflow_id}'
-    session.announce({'workflow_id': workflow_id, 'message': message}, message)
-    return run_to_end(session, Target(workflow_id, True), options, args['force'])
+    value = {'workflow_id': workflow_id, 'message': f'Created workflow {workflow_id}'}
+    if session.command.name == 'run' or session.format != 'json':   # that of `exec` is one line, at the end
+        session.announce(value, value['message'])
+    return workflow_id
 
 
 def await_server(session: Session, options: RunnerOptions) -> None:
@@ -28126,23 +28112,28 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
                                  'name another one with --output-dir')) from None
 
 
-def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forced: bool,
-               printer: Optional[Callable[[str, Sequence[Optional[str]]], Any]] = None) -> int:
-    """Initialize if need be, run, report. Returns the exit code. `printer`: see Progress.on_output."""
-    workflow = session.workflow(target.workflow_id)
+def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_forced: bool,
+               printer: Optional[Callable[[str, Sequence[Optional[str]]], Any]] = None, is_new: bool = False,
+               retries_failed: bool = False) -> int:
+    """Initialize if need be, run, report. Returns the exit code. `printer`: see Progress.on_output.
+
+    `is_new`: this very command has read its file. `retries_failed`: what did not complete is to run again.
+    """
+    workflow = session.workflow(workflow_id)
     refuse_short_time(workflow, options)
-    if target.retries_failed:
+    if retries_failed:
         prepare_output_dir(session, options)
         reset_failed(session.client, workflow, is_forced, session.report)
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
     is_uninitialized = status['jobs_by_status']['uninitialized'] > 0
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
     is_over = is_over and (status['is_canceled'] or not has_due_actions(session, workflow))
-    if is_over and not (options.is_persistent or target.is_allocation):
+    is_allocation = session.command.name == 'slurm-job-runner'      # whose record says when it began
+    if is_over and not (options.is_persistent or is_allocation):
         return report_nothing_left(session, workflow, status, output_words(options))
     prepare_output_dir(session, options)
     if is_uninitialized:
-        initialize_for_run(session, workflow, status, is_forced, target.is_new)
+        initialize_for_run(session, workflow, status, is_forced, is_new)
     session.client.need_server()    # the runner, and others that join it, speak to one
     report_location(session, workflow)
     style = style_of(session.err, os.environ)
@@ -28208,9 +28199,9 @@ def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict
     report_reasons(session, number)
     report_way_on(session, workflow, words_to_go_on(status), words)
     if not status['is_canceled']:   # init would forget what is done
-        reinit, init, run = (command_line(session, *line) for line in (
-            ('workflows', 'reinit', number), ('workflows', 'init', number), ('run', number, *words)))
-        session.report(f'To run again what has changed: {reinit} (everything: {init}); then: {run}')
+        run = command_line(session, 'run', number, *words)
+        for what, verb in (('what has changed', 'reinit'), ('everything', 'init')):
+            session.report(f"To run again {what}: {command_line(session, 'workflows', verb, number)}; {run}")
     return code
 
 
@@ -28351,7 +28342,7 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
         is_strict=config.is_strict, **offline_options(args, config))
     session.options['url' if '://' in args['server'] else 'db'] = args['server']
     await_server(session, options)
-    code = run_to_end(session, Target(args['workflow_id'], False, is_allocation=True), options, True)
+    code = run_to_end(session, args['workflow_id'], options, True)
     # As with Torc: jobs that failed are no failure of the allocation, which Slurm would show as FAILED.
     return 0 if code == 1 else code
 
@@ -28385,18 +28376,11 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     if args['dry_run']:
         return apply_plan(session, plan, earlier, True)
     refuse_short_time(plan.body['workflow'], options)
-    prepare_output_dir(session, options)
-    if earlier is not None:
-        apply_plan(session, plan, earlier, False)
-        workflow_id = earlier['id']
-    else:
-        workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-        if session.format != 'json':    # which is one line, at the end
-            session.inform(f'Created workflow {workflow_id}')
+    workflow_id = store_plan(session, plan, earlier, options)
     order = [job.name for job in plan.body['jobs']
              if args['keep_order'] and (job.name, job.command) not in done]
     printer = OutputPrinter(session, order)
-    code = run_to_end(session, Target(workflow_id, True), options, False, printer.on_end if prints else None)
+    code = run_to_end(session, workflow_id, options, False, printer.on_end if prints else None, is_new=True)
     printer.finish()
     if session.format == 'json':
         counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
