@@ -28594,10 +28594,8 @@ def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[s
 
 def go_on_with_canceled(session: Session, workflow_id: int) -> str:
     """The commands that let a canceled workflow go on where it ran: here, or in allocations."""
-    if not session.items('list_scheduled_compute_nodes', 1, workflow_id=workflow_id):
-        return command_line(session, 'run', workflow_id, '--retry-failed')
-    reset = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
-    return f"{reset}; {command_line(session, 'submit', workflow_id)}"
+    had_allocations = session.items('list_scheduled_compute_nodes', 1, workflow_id=workflow_id)
+    return commands_to_retry(command_line(session), workflow_id, bool(had_allocations))
 
 
 def refuse_canceled(session: Session, workflow_id: int) -> None:
