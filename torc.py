@@ -4617,6 +4617,9 @@ In text
     {name}              the value; {name:03d} {name:.2f} {name:>8} format it as Python does
     {name:q}            quoted for the shell: in commands, wherever values come from outside
     ${name}             is the shell's and stays, as other braces do; values in regexes are escaped
+    ${files.input.NAME} is the path of a file that the job reads, ${files.output.NAME} of one that it writes,
+                        ${user_data.input.NAME} a value; ${files.input.NAME:q} is quoted for the shell
+    ${files.inputs}     all paths that the job reads, quoted, with blanks between them; or ${files.outputs}
     {...} works in      {templates}
 Combinations
     parameter_mode: zip             value by value instead of all combinations; the lists must be equally long
@@ -31951,9 +31954,8 @@ What runs at once
     allocation what Slurm has granted, elsewhere its CPU affinity and quota,
     the memory that is free, and CUDA_VISIBLE_DEVICES or the driver's GPUs.
     A job without `resource_requirements` counts as 1 CPU. To give it less:
-
-    $ torc.py run workflow.yaml --num-cpus 2 --memory-gb 4 --num-gpus 0
-    $ torc.py run workflow.yaml --max-parallel-jobs 4   # by number alone
+        $ torc.py run workflow.yaml --num-cpus 2 --memory-gb 4 --num-gpus 0
+        $ torc.py run workflow.yaml --max-parallel-jobs 4   # by number alone
 
 Memory
     A job that uses more than the `memory` of its requirements is killed with
@@ -31969,8 +31971,7 @@ Time
     its `runtime`, would not end in time. What still runs has SIGTERM 90 s and
     SIGKILL 60 s before the end (`sigkill_headroom_seconds`). A job that saves
     its work and exits 0 in between is completed.
-
-    $ torc.py run workflow.yaml --time-limit 2h
+        $ torc.py run workflow.yaml --time-limit 2h
 
 Units
     512m, 8g, 1.5GB (1k is 1024 bytes); 90s, 30m, 2h, 1d12h, 1:00:00, PT30M. A
@@ -31981,11 +31982,10 @@ What jobs have used, beside what they asked for
     `check-resources` compares, `correct-resources` changes the workflow (not
     its file): the highest use and a fifth more. A time series, which
     `plot-resources` draws, is kept where the file or `exec` asks for it.
-
-    $ torc.py results list 1                # peak memory, CPU, times
-    $ torc.py workflows check-resources 1 --include-failed
-    $ torc.py workflows correct-resources 1 --dry-run
-    $ torc.py exec -c 'sleep 2' --monitor time-series -i 1 --generate-plots
+        $ torc.py results list 1                # peak memory, CPU, times
+        $ torc.py workflows check-resources 1 --include-failed
+        $ torc.py workflows correct-resources 1 --dry-run
+        $ torc.py exec -c 'sleep 2' --monitor time-series -i 1 --generate-plots
 ''',
     'output': r'''where output goes, logs, and why a job failed
 
@@ -31993,16 +31993,14 @@ Files
     What jobs print is in torc_output/job_stdio: a file for stdout and one for
     stderr of each attempt. `stdio: {mode: combined}` makes it one, `none` none;
     `delete_on_success: true` keeps those of failed jobs only.
-
-    $ torc.py logs 1                        # of all jobs, the newest attempts
-    $ torc.py logs 1 greet --tail 20
-    $ torc.py logs 1 --failed
-    $ torc.py logs 1 -f                     # until the jobs have ended
+        $ torc.py logs 1                    # of all jobs, the newest attempts
+        $ torc.py logs 1 greet --tail 20
+        $ torc.py logs 1 --failed
+        $ torc.py logs 1 -f                 # until the jobs have ended
 
 Long output
     The job goes on, what is more is cut off, and its result says so:
-
-    $ torc.py run workflow.yaml --max-output-bytes 100m
+        $ torc.py run workflow.yaml --max-output-bytes 100m
 
 The output directory
     `run -o DIR` names another one. It belongs to one database: `run` refuses
@@ -32010,23 +32008,22 @@ The output directory
     group (chmod g+ws); writable for all it must be sticky, as /tmp. While it
     is missing, full or read-only nothing is started, and no job is lost.
     Beside job_stdio it holds what actions print (actions_wf1_r1.log), time
-    series (resource_utilization) and the runner's log in an allocation.
+    series (resource_utilization) and logs of allocations. An action that fails
+    fails no job: `workflows list-actions 1` shows it.
 
 Why a job failed
     The reason is the signal that killed it, the output files that it has not
     written, or the last line of its stderr, or of its stdout. It is kept with
     each attempt. `events monitor 1` prints events as they happen.
-
-    $ torc.py explain 1
-    $ torc.py jobs get 2
-    $ torc.py events list 1
+        $ torc.py explain 1
+        $ torc.py jobs get 2
+        $ torc.py events list 1
 
 To ask somebody for help
     One file with all logs; look first whether a job has printed a password.
     `analyze` names known kinds of errors (memory, disk, network, crashes).
-
-    $ torc.py logs bundle 1
-    $ torc.py logs analyze wf1.tar.gz
+        $ torc.py logs bundle 1
+        $ torc.py logs analyze wf1.tar.gz
 ''',
     'server': r'''where the server is, one that stays, copies
 
@@ -32040,16 +32037,16 @@ With a server
     directory that has no torc_output/torc.db of its own. It may be stopped, or
     killed, and started again on the same database while jobs run. It listens
     on 127.0.0.1; for other nodes it needs --host 0.0.0.0.
-
-    $ torc.py serve --port 0 --daemon --pid-file server.pid
-    $ torc.py create workflow.yaml
-    $ torc.py run 1                         # any number of them, from anywhere
-    $ kill $(cat server.pid)
+        $ torc.py serve --port 0 --daemon --pid-file server.pid
+        $ torc.py create workflow.yaml
+        $ torc.py run 1                     # any number of them, from anywhere
+        $ kill $(cat server.pid)
 
 Which one
-    --url or TORC_API_URL, else --db FILE, else -s (this directory's own), else
-    the one that was started last. On another machine, TORC_TOKEN_FILE names a
-    copy of its token file. `torc.py ping` tells which one answers.
+    --url, --db FILE or -s (this directory's own) say it. Else it is that of
+    TORC_API_URL, else torc_output/torc.db if it is there, else the server that
+    was started last; `torc.py ping` shows it. On another machine TORC_TOKEN_FILE
+    names a copy of its token file.
 
 In an allocation
     Where nothing may run for long on a login node: a script server.sh that
@@ -32069,72 +32066,74 @@ In an allocation
 Copies, and slow file systems
     The database is torc.db and torc.db-wal: copy it with --backup, at any time.
     --in-memory keeps it in memory, with a snapshot in its file every 300 s.
-
-    $ torc.py serve --backup copy.db -d torc_output/torc.db
-    $ torc.py -s --in-memory run workflow.yaml
+        $ torc.py serve --backup copy.db -d torc_output/torc.db
+        $ torc.py -s --in-memory run workflow.yaml
 
 In place of torc-server
-    `serve` takes its options and variables. `torc.py serve -h` lists them.
+    `serve` takes its options and variables. For programs that start it by name:
+    a script `torc-server` with exec python3 /path/to/torc.py serve "$@"
 ''',
     'slurm': r'''how a workflow runs on a Slurm cluster
 
 A workflow runs in allocations: Slurm jobs, each with a runner that takes the
 jobs that fit its nodes and the time that is left.
-
-    $ torc.py slurm generate --account A FILE -o READY  # plan, to look at first
-    $ torc.py submit READY                              # create it, and sbatch
-    $ torc.py submit --account A FILE                   # both in one
-    $ torc.py explain 1                     # why nothing runs: jobs, queue
-    $ torc.py scheduled-compute-nodes list 1    # its allocations
-    $ torc.py slurm schedule-nodes 1 -n 2   # two more allocations
-    $ torc.py slurm regenerate 1 --account A --submit   # for jobs that are left
-    $ torc.py cancel 1                      # cancels the Slurm jobs, too
+        $ torc.py slurm generate --account proj workflow.yaml -o ready.yaml
+        $ torc.py submit ready.yaml             # after a look at it
+        $ torc.py submit --account proj workflow.yaml   # both in one
+        $ torc.py explain 1                     # why nothing runs: jobs, queue
+        $ torc.py scheduled-compute-nodes list 1    # its allocations
+        $ torc.py slurm schedule-nodes 1 -n 2   # two more of them
+        $ torc.py slurm regenerate 1 --account proj --submit # for what is left
+        $ torc.py cancel 1                      # the Slurm jobs, too
 
 What is planned
-    One and a half times the longest `runtime`, on a partition that has it;
-    --max-allocations 10: fewer, which last longer. Partitions are asked for, or
-    see `hpc list`. By hand: `slurm_schedulers`, and actions `schedule_nodes`.
+    Allocations of 1.5 times the longest `runtime`, on a partition that allows
+    it. With --max-allocations 10 there are no more, and each lasts longer. By
+    hand: `slurm_schedulers`, and actions of the type `schedule_nodes`.
     `serialize_allocations: true` makes a chain: one allocation after the other.
+    What becomes due later is submitted by the runners; what they cannot, and
+    what an interrupted `submit` has left, by `submit 1`.
 
-Your own script
-    Its last line: exec python3 /path/to/torc.py run 1
-    Ask for what the jobs need, and 256 MB for the runner.
+Your own batch script
+    Its last line is: exec python3 /path/to/torc.py run 1
+    Ask for what the jobs need, and 256 MB of memory for the runner.
 
 Steps or processes
-    In an allocation each job is a step of Slurm (srun). With `execution_config:
-    {mode: direct}` it is a process, as anywhere else: where srun is slow, or
-    jobs call it themselves. `num_nodes: 2` gives a step two whole nodes.
+    In an allocation each job is a step of Slurm (srun), on any node with room;
+    `num_nodes: 2` takes two whole ones. With `execution_config: {mode: direct}`
+    it is a process of the runner's node: where srun is slow, or jobs call it
+    themselves. The action's `start_one_worker_per_node` is for more nodes then.
 
 The end of the time
-    What still runs is stopped 60 s before it, return code 152. A signal before
-    that: `srun_termination_signal: TERM@120`. Jobs that are longer than an
-    allocation save their state then, exit 75, and go on when started again:
+    Nothing is started that would not end in time; what still runs is stopped
+    60 s before it, return code 152. Jobs that are longer than an allocation
+    save their state at an earlier signal, exit 75, and go on when started
+    again; `runtime` is that of a part:
         failure_handlers:
           - {name: go_on, rules: [{exit_codes: [75], max_retries: 20}]}
         execution_config: {srun_termination_signal: TERM@120}
-    In the script: trap 'save; exit 75' TERM; ./program & wait
+    The job's script is: trap 'save; exit 75' TERM; ./program & wait
     `watch 1 --auto-schedule` submits allocations for the next parts.
 
 When it does not work
-    explain, then the allocation's own output, torc_output/slurm_output_wf1_*.e.
-    A runner that reports nothing does not reach the server: help server.
-
-    $ torc.py slurm parse-logs torc_output -w 1
-    $ torc.py slurm usage 1                 # node and CPU time; slurm stats
+    After `explain`, look at the allocation's output (slurm_output_wf1_*.e). A
+    runner that does not report does not reach the server: see `help server`.
+    What Slurm does not allow is changed by `slurm update`; then schedule-nodes.
+        $ torc.py slurm parse-logs torc_output -w 1
+        $ torc.py slurm usage 1                 # node and CPU time in all
 ''',
     'recovery': r'''what has failed or was lost, run again
 
 Look first
-    $ torc.py explain 1                     # what failed and why, what waits
-    $ torc.py logs 1 --failed
+        $ torc.py explain 1                 # what failed and why, what waits
+        $ torc.py logs 1 --failed
 
 What failed, and all that depends on it, again
     The first as it is, the second after an edit of the workflow file, the third
     after a change of input files.
-
-    $ torc.py run 1 --retry-failed
-    $ torc.py run --resume workflow.yaml    # see: help resume
-    $ torc.py workflows reinit 1 && torc.py run 1
+        $ torc.py run 1 --retry-failed
+        $ torc.py run --resume workflow.yaml    # see: help resume
+        $ torc.py workflows reinit 1 && torc.py run 1
 
 What lacked memory or time, or was lost
     `recover` gives jobs that ran out of memory or time 1.5 times as much, runs
@@ -32142,9 +32141,8 @@ What lacked memory or time, or was lost
     allocations. What failed for a reason of its own runs only with
     --retry-unknown, or --recovery-hook CMD, which repairs the cause. It shows
     the plan, and asks on a terminal.
-
-    $ torc.py recover 1 --dry-run
-    $ torc.py recover 1 --memory-multiplier 2
+        $ torc.py recover 1 --dry-run
+        $ torc.py recover 1 --memory-multiplier 2
 
 Retries without you
     A failure handler runs a job again after certain exit codes, and a script
@@ -32156,15 +32154,13 @@ Retries without you
 Allocations that died without a word
     Jobs whose node or allocation is gone still "run". This asks Slurm, and sets
     them right: ready again if the node was lost, else failed (-128).
-
-    $ torc.py workflows sync-status 1 --dry-run
+        $ torc.py workflows sync-status 1 --dry-run
 
 Unattended
     `watch` does all this until the workflow is complete, and exits 0 only if
     every job has. It may be killed, and goes on when it is started again; where
     nothing may run for long, with --once from crontab, or in an allocation:
-
-    $ torc.py watch 1 --once --recover --max-retries 3 --auto-schedule
+        $ torc.py watch 1 --once --recover --max-retries 3 --auto-schedule
         sbatch --account=proj --time=2-00:00:00 --ntasks=1 --mem=300M \
             --job-name=torc-watch --wrap \
             'exec python3 /path/to/torc.py watch 1 --recover --auto-schedule'
@@ -32178,9 +32174,7 @@ The server is away
     more, lets its jobs end, and keeps their ends in a journal in
     torc_output/offline_journal. If it must leave before the server is back it
     exits 3, and this brings them in, for workflow 1, run 1:
-
-    $ torc.py workflows reconcile 1 1 --base-dir torc_output
-
+        $ torc.py workflows reconcile 1 1 --base-dir torc_output
     Nothing counts twice, and journals stay as they are. `recover`, `watch` and
     `sync-status` do the same before they count anything as lost.
 
@@ -32188,9 +32182,8 @@ A runner, or its host, is gone
     On this machine its jobs have failed (-128). On another one nobody knows:
     its running jobs stay its own, and `status` names it as silent. When it
     comes back all goes on. If it is gone for certain:
-
-    $ torc.py workflows sync-status 1
-    $ torc.py recover 1
+        $ torc.py workflows sync-status 1
+        $ torc.py recover 1
 
 Processes
     Jobs, and all that they have started, end with their runner, even if it is
@@ -32200,12 +32193,11 @@ Processes
     `run 1` continues.
 
 Disks
-    A full disk is waited for. A request is answered when its changes are on
-    disk. Never copy a file over torc.db, nor put an old one beside a
+    While one is full, requests are refused, and runs wait. What was answered is
+    on disk. Never copy a file over torc.db, nor put an old one beside a
     torc.db-wal: SQLite would mix them. If it is removed or replaced in use, the
     server ends, and saves what it had as torc.db.rescued. After the loss of a
-    disk, start from a backup, then `reconcile`: what runners and journals know
-    counts.
+    disk, start from a backup; what runners and journals know beyond it counts.
 
 A lease on the database
     On a network file system torc.db.lease says which host serves it. Another
@@ -32216,10 +32208,9 @@ A lease on the database
 Output
     Results are on stdout, messages on stderr. The text for people may change:
     a script takes -f json, with the keys of Torc 1.0, or -f csv for lists.
-
-    $ torc.py -f json jobs list 1 --status failed
-    $ torc.py -f csv results list 1 >results.csv
-    $ torc.py help exits                    # what exit codes mean
+        $ torc.py -f json jobs list 1 --status failed
+        $ torc.py -f csv results list 1 >results.csv
+        $ torc.py help exits                    # what exit codes mean
 
 Keys beside those of Torc
     jobs list: return_code, exec_time_minutes, reason; results and jobs get:
@@ -32229,23 +32220,25 @@ Keys beside those of Torc
     count, a reason and a code: lacks, no_runner, late (too little time is
     left), action (its allocation is not submitted), allocation (waits in the
     queue), busy, next_turn.
-
-    $ torc.py -f json explain 1
+        $ torc.py -f json explain 1
 
 Commands without a file
-    $ torc.py exec -c 'echo {i}' --param i=1:10 -k  # -k: print what they print
-    $ seq 3 | sed 's/^/echo /' | torc.py exec -n batch -C - -j 8 --retries 2
-    $ seq 9 | sed 's/^/echo /' | torc.py exec -n batch -C - --resume # only new
+        $ torc.py exec -c 'echo {i}' --param i=1:10 -k    # -k: prints it
+        $ seq 3 | sed 's/^/echo /' | torc.py exec -n batch -C - -j 8 --retries 2
+        $ seq 9 | sed 's/^/echo /' | torc.py exec -n batch -C - --resume
 
 From Python
-    `import torc; client = torc.Client.connect(needs_server=True)`: a method for
-    each operation, with dicts. help(torc.Client) describes it. A module torc.py
-    hides Torc's own `torc` package.
+    `client = torc.Client.connect(needs_server=True)` has a method for each
+    operation, with dicts; client.pages('list_jobs', workflow_id=1) reads a list
+    of any length, client.stream('stream_workflow_events', workflow_id=1) events
+    as they come. help(torc.Client) says more. With `enable_ro_crate: true` in
+    the file, client.list_ro_crate_entities(1) says what was made from what.
 
 From a job
     TORC_API_URL, TORC_TOKEN_FILE and TORC_WORKFLOW_ID lead to its server, for
     commands and torc.Client alike. Programs that know passwords only take the
-    content of the token file as password, with any user. In Torc's Python:
+    content of the token file as password, with any user. In Torc's Python (a
+    torc.py beside the script would hide it):
         from torc.api import make_api
         api = make_api(os.environ['TORC_API_URL'])
         token = open(os.environ['TORC_TOKEN_FILE']).read().strip()
@@ -32267,22 +32260,20 @@ Several users
     Each has a password in a file like Apache's htpasswd. They see all workflows
     unless --enforce-access-control is given: then their own, and those of their
     groups (`access-groups`). --admin-user has the owner's rights.
-
-    $ torc.py htpasswd add -f users ann     # asks for the password
-    $ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes \
-          -days 365 -subj "/CN=$(hostname)" \
-          -addext "subjectAltName=DNS:$(hostname)" -keyout key.pem -out cert.pem
-    $ torc.py serve --host 0.0.0.0 --port 0 --auth-file users --admin-user ann \
-          --enforce-access-control --tls-cert cert.pem --tls-key key.pem \
-          --daemon --pid-file server.pid
-    $ torc.py workflows list                # the owner trusts it as it is
-    $ kill $(cat server.pid)
-
+        $ torc.py htpasswd add -f users ann     # asks for the password
+        $ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes \
+            -days 365 -subj "/CN=$(hostname)" \
+            -addext "subjectAltName=DNS:$(hostname)" \
+            -keyout key.pem -out cert.pem
+        $ torc.py serve --host 0.0.0.0 --port 0 --auth-file users \
+            --admin-user ann --enforce-access-control --tls-cert cert.pem \
+            --tls-key key.pem --daemon --pid-file server.pid
+        $ torc.py workflows list                # the owner trusts it as it is
+        $ kill $(cat server.pid)
     Ann, with a copy of cert.pem (her name is TORC_USERNAME, else USER):
         export TORC_API_URL=https://HOST:8080/torc-service/v1
         export TORC_TLS_CA_CERT=cert.pem
         torc.py --prompt-password workflows list   # or TORC_PASSWORD_FILE
-
     Without https nothing shows her that it is this server that gets her
     password. After a change of the file: htpasswd add ... --reload-auth.
 
@@ -32293,18 +32284,16 @@ What jobs write
 SQL on the database
     Read-only, unless --write is given; then it is recorded. A statement ends
     after 5 s. `serve --disable-admin-sql` refuses all of it.
-
-    $ torc.py admin sql 'SELECT name, status_name(status) FROM job'
-    $ torc.py admin list-audit-log
+        $ torc.py admin sql 'SELECT name, status_name(status) FROM job'
+        $ torc.py admin list-audit-log
 ''',
     'resume': r'''how a workflow follows its edited file
 
 `run FILE` makes a new workflow each time. `run --resume FILE` lets the one that
 FILE made last follow the edited file, and runs what is to run:
-
-    $ torc.py run --resume --dry-run workflow.yaml  # only show what differs
-    $ torc.py run --resume workflow.yaml
-    $ torc.py create --resume workflow.yaml     # change it, for runners to come
+        $ torc.py run --resume --dry-run workflow.yaml  # only show what differs
+        $ torc.py run --resume workflow.yaml
+        $ torc.py create --resume workflow.yaml     # for runners to come
 
 Which one
     The newest workflow in the database with the same name, owner and file,
