@@ -32045,8 +32045,8 @@ With a server
 Which one
     --url, --db FILE or -s (this directory's own) say it. Else it is that of
     TORC_API_URL, else torc_output/torc.db if it is there, else the server that
-    was started last; `torc.py ping` shows it. On another machine TORC_TOKEN_FILE
-    names a copy of its token file.
+    was started last; `torc.py ping` shows it. On another machine it needs a
+    copy of its token file, which TORC_TOKEN_FILE names.
 
 In an allocation
     Where nothing may run for long on a login node: a script server.sh that
