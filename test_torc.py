@@ -16976,8 +16976,8 @@ class RemedyTest(unittest.TestCase):
                           'job2: 240g cannot become more, partition short gives at most 245760m'], self.planned(*uses, **self.MEMORY))
         needs = {'name': 'n', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'runtime': 'PT1H'}
         for memory, resource, wanted in (('1g', 'runtime', 'partition long'), ('1000g', 'runtime', 'partition bigmeml'), ('9000g', 'runtime', None),
-                                         ('1g', 'memory', 2000000 * 2 ** 20)):
-            self.assertIn(wanted, torc.most_of_partitions(KESTREL, 120, dict(needs, memory=memory), resource) or [None])
+                                         ('1g', 'memory', 2000000 * 2 ** 20), ('1g', 'cpu', 10400.0)):
+            self.assertIn(wanted, torc.find_ceiling(KESTREL, None, 120, dict(needs, memory=memory), resource) or [None])
 
     def test_who_was_lost_again_and_again_asks_for_nothing_or_was_changed_since_gets_no_more(self):
         lost = [job_use(1, code=-128, minutes=0), job_use(2, code=-128, minutes=0)]
@@ -21418,7 +21418,7 @@ class RecoverTest(RecoverCase):
         self.assertEqual([('bad', 'failed for a reason of its own')], [(row['job_name'], row['reason']) for row in result['not_retried']])
         self.assertExit(1, self.world.cli('run', 1))
         self.assertEqual(['bad', 'late'], sorted(name for name, status in self.statuses().items() if status != 'completed'))
-        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1), 'nothing to retry: 1 job failed for a reason of its own.')
+        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1), 'nothing to retry: failed for a reason of its own (1 job).')
         self.assertEqual((1, False), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
 
     def test_whether_a_failure_came_before_a_change_does_not_depend_on_the_clocks_of_runners(self):
@@ -21598,7 +21598,20 @@ class RecoverTest(RecoverCase):
         self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed')
         self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
         self.assertExit(0, self.world.main('cancel', 1, '--no-prompts'))
-        self.assertExit(4, self.world.main('recover', 1), '7 were canceled; to go on with them: torc.py run 1 --retry-failed')
+        self.assertExit(4, self.world.main('recover', 1), 'no job failed; 7 jobs were canceled: `torc.py recover 1 --retry-canceled` runs them again')
+        self.assertEqual(7, self.json('recover 1 --retry-canceled')['jobs_to_run'])
+        self.assertExit(0, self.world.cli('run', 1))
+
+    def test_of_a_canceled_workflow_all_is_run_again_that_does_not_wait_for_a_failure(self):
+        self.ended(self.SPEC, dict(self.ENDS, good=(-1, 'canceled', 1.0, None)))
+        self.assertNotIn('canceled', self.world.main('recover', 1, '--dry-run').out)      # no workflow was
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE workflow SET is_canceled = 1 WHERE id = 1'))
+        self.assertIn('2 jobs of the canceled workflow stay canceled: --retry-canceled runs them again', self.world.main('recover', 1, '--dry-run').out)
+        self.assertIn('To run again, canceled before: good, after', self.world.main('recover', 1, '--dry-run', '--retry-canceled').out)
+        result = self.json('recover 1 --retry-canceled')['result']
+        self.assertEqual(([1, 2, 4], 2), (result['jobs_to_retry'], result['canceled_retried']))
+        self.assertEqual({'oom': 'ready', 'slow': 'ready', 'bad': 'failed', 'gone': 'ready', 'good': 'ready', 'after': 'blocked', 'late': 'canceled'},
+                         self.statuses())
 
     def test_undecided_failures_are_named_and_an_agent_of_the_user_may_decide(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, 'no such luck'), 'slow': (3, 'pending_failed', 1.0, None),
@@ -21656,13 +21669,13 @@ class RecoverTest(RecoverCase):
         self.ended(self.SPEC, self.ENDS)
         code, said = self.typed('\n', 'recover', 1, '--retry-unknown')
         self.assertEqual(0, code, said)
-        for words in ('1 job ran out of memory:', '1 job ran out of time:', '1 job failed for a reason of its own:', 'To run again: oom, slow',
+        for words in ('ran out of memory (1 job):', 'ran out of time (1 job):', 'failed for a reason of its own (1 job):', 'To run again: oom, slow',
                       'Recover workflow 1 so? (y/N)', 'Nothing was done'):
             self.assertIn(words, said)
         self.assertEqual('failed', self.statuses()['oom'])
         code, said = self.typed('y\n', 'recover', 1, '--memory-multiplier', 4)
         self.assertEqual((0, True), (code, 'go on with: torc.py run 1' in said), said)
-        self.assertEqual([1, 1], [said.count(words) for words in ('1 job ran out of memory:', 'To run again: oom, slow')])
+        self.assertEqual([1, 1], [said.count(words) for words in ('ran out of memory (1 job):', 'To run again: oom, slow')])
         self.assertEqual(('4g', 'PT1H'), self.needs()['oom'])
         self.assertEqual({'oom': 'ready', 'bad': 'failed', 'slow': 'ready', 'gone': 'ready'},
                          {name: self.statuses()[name] for name in ('oom', 'bad', 'slow', 'gone')})
@@ -21734,6 +21747,14 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         actions = [(row['trigger_type'], row['executed']) for row in self.json('workflows list-actions 1')['actions'] if not row['is_recovery']]
         self.assertEqual([('on_workflow_start', True)], actions)        # taken: it would submit the same again
 
+    def test_after_a_cancel_all_runs_again_in_new_allocations_if_that_is_asked_for(self):
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        self.assertExit(0, self.world.main('cancel', 1, '--no-prompts'))
+        self.assertExit(4, self.world.main(*self.OPTIONS), 'no job failed; 7 jobs were canceled: `torc.py recover 1 --retry-canceled` runs them again')
+        done = self.recover('--retry-canceled')
+        self.assertEqual((7, True), (done['jobs_to_run'], done['result']['slurm']['allocations_submitted'] > 0))
+        self.assertEqual({'ready', 'blocked'}, set(self.statuses().values()))
+
     @slow
     def test_what_can_fail_fails_before_anything_changes(self):
         before = self.state()
@@ -21747,12 +21768,6 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
                 with self.subTest(words):
                     self.assertExit(2, self.world.main(*self.OPTIONS, *argv), words)
                     self.assertEqual(before, self.state())
-        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
-            database.execute("UPDATE result SET peak_cpu_percent = 15000 WHERE job_id = 1")
-        before = self.state()
-        outcome = self.assertExit(2, self.world.main(*self.OPTIONS, '--cpu-multiplier', '2'))
-        self.assertIn('oom would fit no partition: num_cpus 300 is more than', outcome.err)
-        self.assertEqual((before, []), (self.state(), self.fakes.calls('sbatch')))
         self.assertExit(4, self.world.main(*self.OPTIONS, env={'TORC_FAKE_SBATCH': '/no/sbatch'}), 'there is no /no/sbatch here')
         self.assertEqual(before, self.state())
 
@@ -21761,10 +21776,6 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         words = (session, {'id': 1}, unittest.mock.Mock(num_counted=0), {'allocations': [{'slurm_job_id': 50, 'num_jobs': 2}]}, ({50}, ''))
         self.assertEqual([], list(torc.supply_warnings(*words, True)))
         self.assertRegex(next(torc.supply_warnings(*words, False)), '2 jobs count as running in 1 allocations that have ended')
-
-    def test_several_jobs_are_spoken_of_in_the_plural(self):
-        self.assertEqual(['1 job was lost with its node', '2 jobs, each of which was lost with its node'],
-                         [torc.describe_jobs(count, 'was lost with its node') for count in (1, 2)])
 
     def test_while_slurm_is_silent_about_an_allocation_the_hook_does_nothing(self):
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
@@ -21867,7 +21878,7 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
 
     @slow
     def test_one_that_was_killed_right_after_the_change_is_finished_by_the_next(self):
-        patched = unittest.mock.patch.object(torc.Recovery, 'submit', side_effect=KeyboardInterrupt)
+        patched = unittest.mock.patch.object(torc, 'submit_recovered', side_effect=KeyboardInterrupt)
         with patched:
             self.assertExit(130, self.world.main(*self.OPTIONS))
         self.assertEqual(([], 'ready'), (self.fakes.calls('sbatch'), self.statuses()['oom']))
@@ -22372,7 +22383,7 @@ class WatchedSlurmTest(CommandTest):
     def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
         self.let_fail(3)
         done = self.watch('-r', '--profile', 'kestrel', code=1)
-        self.assertRegex(done.err, 'what failed is not run again: nothing to retry: 1 job failed for a reason of its own. '
+        self.assertRegex(done.err, 'what failed is not run again: nothing to retry: failed for a reason of its own [(]1 job[)]. '
                          '--retry-unknown runs it again all the same\n')
         self.assertEqual(1, done.err.count('nothing to retry'))
         self.assertEqual((1, []), (self.json('workflows get 1')['run_id'], self.fakes.calls('sbatch')))

@@ -23364,7 +23364,7 @@ class RemedyRules(Row):
     kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
     is_shared: bool = False             # requirements change for all jobs that have them
     ceiling_of: Callable[[Dict[str, Any], str], Optional[Ceiling]] = lambda needs, resource: None
-    losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
+    losses: Optional[Dict[int, int]] = None     # job -> how often it was lost, where that is more than once
 
 
 def plan_remedies(failures: Sequence[JobUse], sharers: Dict[int, List[int]],
@@ -23393,7 +23393,7 @@ def why_left(failure: JobUse, rules: RemedyRules) -> str:
     """Why a job is not run again, before its requirements are looked at; '' if it is."""
     if failure.kind not in rules.kinds:
         return FAILURE_CLASSES[failure.kind].meaning
-    losses = rules.losses.get(failure.job_id, 0)
+    losses = (rules.losses or {}).get(failure.job_id, 0)
     if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
         return f'was lost {losses} times: it may need longer allocations, or be what brings its node down'
     return ''
@@ -29756,6 +29756,7 @@ def format_synced(found: Dict[str, Any]) -> str:
 
 class Regeneration(Row):
     """Allocations that are planned for what is left."""
+    options: RegenerateOptions
     demand: Demand
     is_begun: bool = True           # no job is uninitialized
     profile: Optional[Profile] = None       # None: no job is left, and there is no plan
@@ -29773,9 +29774,8 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     """
     planned = plan_regeneration(session, workflow, options)
     if options.is_dry_run or planned.plan is None:
-        return regeneration_value(workflow['id'], planned, options,
-                                  regeneration_rows(planned.demand, planned.renewals, ()))
-    return perform_regeneration(session, workflow, options, planned)
+        return describe_regeneration(workflow['id'], planned)
+    return perform_regeneration(session, workflow, planned)
 
 
 def plain_settings(output_dir: str) -> Dict[str, Any]:
@@ -29810,7 +29810,7 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any],
     found = session.call('get_demand', workflow_id=number)
     demand, is_begun = read_demand(found, options), 'uninitialized' not in found['statuses']
     if not demand.num_left:
-        return Regeneration(demand)
+        return Regeneration(options, demand)
     config = read_config()
     profile, gone = find_profile(options.profile, config), find_gone(session, number, options)
     schedulers = {row['id']: row for row in session.items('list_slurm_schedulers', workflow_id=number)}
@@ -29836,7 +29836,7 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any],
     warnings += supply_warnings(session, workflow, supply, found, gone, options.includes_lost)
     for renewal in renewals:
         check_scheduler(workflow, dict(renewal.block, id=0), options.settings)
-    return Regeneration(demand, is_begun, profile, made, renewals, warnings)
+    return Regeneration(options, demand, is_begun, profile, made, renewals, warnings)
 
 
 def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
@@ -29856,10 +29856,10 @@ def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, 
                f'planned for; first: {sync}')
 
 
-def perform_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
+def perform_regeneration(session: Session, workflow: Dict[str, Any],
                          planned: Regeneration) -> Dict[str, Any]:
     """Store what was planned, and submit what is due."""
-    number, outcome, stored = workflow['id'], None, None    # type: int, Optional[Submitter], Any
+    number, options, outcome, stored = workflow['id'], planned.options, None, None      # type: Any
     if options.submits or not planned.is_begun:
         begin_workflow(session, workflow, options.settings, False)
     if not planned.is_begun:    # that may have canceled some of its jobs
@@ -29875,8 +29875,7 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any], options: Re
     else:
         answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
     known = [renewal.scheduler_id for renewal in planned.renewals]
-    rows = regeneration_rows(demand, planned.renewals, answer.get('scheduler_ids') or known)
-    value = regeneration_value(number, planned, options, rows)
+    value = describe_regeneration(number, planned, answer.get('scheduler_ids') or known)
     value.update(total_allocations=sum_allocations(planned.renewals),
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
                  allocations_deferred=sum_allocations(planned.renewals, True),
@@ -29885,9 +29884,10 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any], options: Re
     return value
 
 
-def regeneration_value(workflow_id: int, planned: Regeneration, options: RegenerateOptions,
-                       rows: List[Dict[str, Any]]) -> Dict[str, Any]:
+def describe_regeneration(workflow_id: int, planned: Regeneration,
+                          scheduler_ids: Sequence[int] = ()) -> Dict[str, Any]:
     """Torc's JSON, with our additions at the end, as long as nothing is stored or submitted."""
+    options, rows = planned.options, regeneration_rows(planned.demand, planned.renewals, scheduler_ids)
     value = {'workflow_id': workflow_id, 'pending_jobs': planned.demand.num_left}   # type: Dict[str, Any]
     if options.is_dry_run:
         names = {}
@@ -29932,6 +29932,13 @@ def lacks_allocations(value: Dict[str, Any]) -> bool:
     return value.get('allocations_submitted', due) < due
 
 
+def format_scheduler(row: Dict[str, Any]) -> str:
+    """One of the planned schedulers, for people."""
+    jobs, nodes = counted(row['job_count'], 'job'), counted(row['nodes'], 'node')
+    return f"{row['name']}: {jobs}, {row['num_allocations']} x {nodes} of {row['partition']} for " \
+        f"{row['walltime']}{', when its jobs are ready' if row['has_dependencies'] else ''}"
+
+
 def format_regenerated(value: Dict[str, Any], submit: str) -> str:
     """What was planned, or done, for people. `submit`: the command that submits it later."""
     number, is_dry_run = value['workflow_id'], value.get('dry_run')
@@ -29940,11 +29947,7 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
         return f'Workflow {number} has no job left that needs an allocation\n'
     lines = [f"{value['pending_jobs']} jobs of workflow {number} are left"
              + ('' if rows else ': no further allocation is needed')]
-    for row in rows:
-        jobs, nodes = counted(row['job_count'], 'job'), counted(row['nodes'], 'node')
-        lines.append(f"  {row['name']}: {jobs}, {row['num_allocations']} x {nodes} of "
-                     f"{row['partition']} for {row['walltime']}"
-                     + (', when its jobs are ready' if row['has_dependencies'] else ''))
+    lines += ['  ' + format_scheduler(row) for row in rows]
     due = value['total_allocations'] - value.get('allocations_deferred', 0)
     if is_dry_run:
         lines += ['Nothing was changed']
@@ -30067,421 +30070,180 @@ def cmd_classify(session: Session, args: Arguments) -> int:
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
-# Order: orphans, preconditions, diagnosis, consent, hook; then one request changes everything, and new
-# allocations are submitted. Killed anywhere, a second call finishes it.
+# What there is becomes Evidence, and that a RecoveryPlan, which is shown, agreed to, and carried out: the
+# hook, which may veto; then one request that changes everything; then new allocations. Killed anywhere, a
+# second call finishes it. `watch` calls the same without questions; `args` are the options of either.
 #
-# `watch` calls the same without questions. Requirements that jobs share are copied for those that lacked
-# something, so that the others stay as they are; a job that has all the time or memory there is, is left.
+# Requirements that jobs share are copied for those that lacked something, so that the others stay as they
+# are; a job that has all the time or memory there is, is left.
 
 RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
 AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
 PROMPT_BYTES = 100000       # of jobs in a prompt: a word of a command line has at most 128 KiB (execve(2))
+REMEDY_COLUMNS = ('Requirements', 'Jobs', 'For', 'Resource', 'Old', 'New', 'Peak')
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
 
-class RecoverOptions(Row):
-    """What `recover` is asked for."""
-    output_dir: str = DEFAULT_OUTPUT_DIR
-    memory_multiplier: float = 1.5
-    runtime_multiplier: float = 1.5
-    cpu_multiplier: Optional[float] = None      # None: CPUs stay as they are
-    retry_unknown: bool = False
-    recovery_hook: Optional[str] = None
-    is_dry_run: bool = False
-    is_shared: bool = False         # requirements change for all jobs that share them
-    account: Optional[str] = None
-    profile: Optional[str] = None
-    partition: Optional[str] = None
-    walltime: Optional[int] = None  # of new allocations, seconds
-    ai_recovery: bool = False
-    ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
-    settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
-    journals: Dict[str, Any] = {}   # path -> look_at_journal(), of those that were taken in just now
-
-    @property
-    def kinds(self) -> List[str]:
-        """The classes of failures that are retried."""
-        takes_all = self.retry_unknown or bool(self.recovery_hook)
-        asked = {'unknown': takes_all, 'cpu': takes_all or self.cpu_multiplier is not None}
-        return [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
+class Evidence(Row):
+    """What recover has found."""
+    workflow: Dict[str, Any]
+    mode: str                       # slurm, remote, local: where it had allocations it gets new ones
+    cleaned: Dict[str, Any]         # see clean_up_allocations
+    jobs: List[Dict[str, Any]]
+    uses: List[JobUse]              # of all that ended
+    failures: List[JobUse]
+    num_left: int                   # jobs that wait, with nobody to run them
+    refusal: str                    # somebody is at work: no new run
 
 
-class Recovery:
-    """One call of recover: what it finds, what it is going to do, and what it has done."""
-
-    def __init__(self, session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> None:
-        self.session = session
-        self.workflow = workflow
-        self.options = options
-        given = ((resource, getattr(options, f'{resource}_multiplier')) for resource in MEASURES)
-        self.multipliers = {resource: value for resource, value in given if value is not None}
-        self.mode = 'local'                     # slurm, remote, local
-        self.cleaned: Dict[str, Any] = {}       # see clean_up_allocations
-        self.jobs: List[Dict[str, Any]] = []
-        self.uses: List[JobUse] = []            # of all that ended
-        self.failures: List[JobUse] = []
-        self.refusal = ''                       # somebody is at work: no new run
-        self.num_left = 0                       # jobs that wait, with nobody to run them
-        self.is_resumed = False                 # only jobs that were left run: no new run begins
-        self.remedies = Remedies([], [], [], [])
-        self.preview: Dict[str, Any] = {}       # what the server would do, or has done
-        self.slurm_plan: Optional[Dict[str, Any]] = None
-        self.submitted: Optional[Dict[str, Any]] = None
-        self._partitions: Optional[List[Partition]] = None
-
-    @property
-    def workflow_id(self) -> int:
-        """The workflow."""
-        return self.workflow['id']
-
-    # -------- what there is --------
-
-    def look(self) -> None:
-        """Clean up, check the preconditions, and find out why jobs failed. Refused if there is no use."""
-        self.session.client.need_server()       # it ends the jobs of runners that were killed
-        self.clean_up()
-        self.decide_undecided()
-        self.workflow = self.session.workflow(self.workflow_id)
-        status = self.session.call('get_workflow_status', workflow_id=self.workflow_id)
-        self.mode = self.find_mode()
-        self.refuse_at_work(status)
-        self.jobs = self.session.items('list_jobs', workflow_id=self.workflow_id)
-        self.diagnose()
-        counts = status['jobs_by_status']
-        ready = counts['ready'] + (self.cleaned.get('jobs_requeued', 0) if self.options.is_dry_run else 0)
-        # Without a ready job the blocked ones wait for a failure that is undecided.
-        self.num_left = ready + counts['blocked'] if ready else 0
-        if not self.failures:
-            self.refuse_without_failures(counts)
-
-    def clean_up(self) -> None:
-        """Set right what dead allocations and runners left; what fails is only told, but for journals."""
-        take_in = functools.partial(take_in_first, self.session, self.workflow, self.options.output_dir,
-                                    dict(self.options.journals))
-        take_in(self.options.is_dry_run)
-        try:
-            self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
-        except (Refused, BadInput, OSError) as error:
-            self.session.report(printable_line(f"warning: {getattr(error, 'message', error)}"))
-        if self.cleaned.get('compute_nodes_deactivated') and not self.options.is_dry_run:
-            take_in()       # as in cmd_sync_status()
-        for doubt in self.cleaned.get('doubts', ()):
-            self.session.report(printable_line(f'warning: {doubt}'))
-
-    def decide_undecided(self) -> None:
-        """Let an agent classify failures that wait for a decision, or tell how it is done."""
-        jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
-        if jobs and self.options.ai_recovery and not self.options.is_dry_run:
-            run_agent(self.session, self.workflow, self.options, jobs)
-            jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
-        if jobs:
-            names = first_of([f"{job['id']} ({job['name']})" for job in jobs], CANDIDATES_SHOWN)
-            decide = command_line(self.session, 'jobs', 'classify', jobs[0]['id'], 'retry', '--reason',
-                                  'TEXT')
-            self.session.report(printable_line(f'{len(jobs)} failed jobs wait for a decision: {names}'),
-                                f'retry or fail each: {decide}')
-
-    def find_mode(self) -> str:
-        """How the workflow runs: where it had allocations it gets new ones."""
-        workflow_id = self.workflow_id
-        if self.session.items('list_scheduled_compute_nodes', 1, workflow_id=workflow_id):
-            return 'slurm'
-        workers = self.session.call('list_remote_workers', workflow_id=workflow_id)
-        return 'remote' if workers else 'local'
-
-    def refuse_at_work(self, status: Dict[str, Any]) -> None:
-        """Refuse while anybody works on the workflow, or will."""
-        counts = status['jobs_by_status']
-        left = collections.Counter(pending=status['pending_scheduled_nodes'],
-                                   active=status['active_scheduled_nodes'])
-        nodes = status['active_compute_nodes']
-        if self.options.is_dry_run:     # it has cleaned nothing
-            nodes -= self.cleaned.get('compute_nodes_deactivated', 0)
-            for row in self.cleaned.get('allocations', ()):
-                left[row['previous_status']] -= 1
-                left[row['status']] += 1
-        # Also those that Slurm is silent about: the server would refuse, but when the hook has done its work.
-        pending, active = left['pending'], left['active']
-        jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
-        found = [f'{counted(number, noun)} {state}' for number, noun, state in (
-            (nodes, 'compute node', 'at work'), (active, 'allocation', 'active'),
-            (pending, 'allocation', 'pending'), (jobs, 'job', 'running')) if number > 0]
-        if found:
-            cancel = command_line(self.session, 'cancel', self.workflow_id)
-            self.refusal = f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all " \
-                f"jobs to finish or use '{cancel}'"
-            # What a killed call has left of its allocations is submitted, although the others may run.
-            if not has_unsubmitted(self.session, self.workflow_id):
-                raise Refused(self.refusal)
-
-    def refuse_without_failures(self, counts: Dict[str, int]) -> None:
-        """Nothing failed: go on only where jobs are left that had been begun."""
-        results = self.session.items('list_results', 1, workflow_id=self.workflow_id, all_runs=True)
-        has_begun = bool(results) or self.mode == 'slurm'       # its allocations have ended before any job
-        if counts['uninitialized'] or self.num_left and not has_begun:
-            raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
-                          f"'{command_line(self.session, 'cancel', self.workflow_id)}' (it has not begun: "
-                          f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
-        if not self.num_left:
-            told = [f'{counts[key]} {words}' for key, words in (
-                ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled; to go on with them: '
-                 + go_on_with_canceled(self.session, self.workflow_id))) if counts[key]]
-            raise Refused('; '.join(['Cannot recover: no job failed', *told]))
-
-    def diagnose(self) -> None:
-        """Find out why jobs failed: by what Slurm and the runners said, else by Torc's table."""
-        session, number = self.session, self.workflow_id
-        needs = list_requirements(session, number)
-        newest = {item['job_id']: item for item in session.items('list_results', workflow_id=number,
-                                                                 sort_by='id')}
-        lost = {item['job_id']: item.get('reason') or '' for item in self.cleaned.get(
-            'failed_job_details', ())} if self.options.is_dry_run else {}
-        uses = []
-        for job in self.jobs:
-            if job['id'] in lost:
-                newest[job['id']] = lost_result(job, lost[job['id']])
-            elif job['status'] in RECOVERED_STATUSES:
-                newest.setdefault(job['id'], lost_result(job, ''))
-            if job['id'] in newest and job.get('resource_requirements_id') in needs:
-                uses.append(JobUse(job, needs[job['resource_requirements_id']], newest[job['id']]))
-        self.uses = [use for use in mark_stale(session, number, uses)
-                     if use.result['status'] in ('completed', *RECOVERED_STATUSES)]
-        failed = [use for use in self.uses if use.job['id'] in lost
-                  or use.job['status'] in RECOVERED_STATUSES]
-        if not failed:
-            return
-        sizes = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('max_rss_bytes')
-                 for item in session.items('list_slurm_stats', workflow_id=number)}
-        states = self.ask_states([use for use in failed if not read_evidence(use)[0]])
-        for use in failed:
-            key = use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)
-            self.failures.append(classify_failure(use, states.get(key, ''), sizes.get(key)))
-
-    def ask_states(self, uses: Sequence[JobUse]) -> Dict[Tuple[int, int, int], str]:
-        """What sacct says of the steps of attempts of which nobody has said how they ended."""
-        job_ids = list_allocations(self.session, self.workflow_id) if uses and self.mode == 'slurm' else []
-        if not job_ids or not has_slurm_program('sacct'):
-            return {}
-        try:
-            accounts, _ = ask_accounts(self.session, self.workflow_id, job_ids)
-        except Refused as error:
-            self.session.report(f'warning: {error.message}')
-            return {}
-        states = {account.name: parse_slurm_state(account.state) for account in accounts if account.step}
-        keys = [(use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)) for use in uses]
-        named = {key: name_step(self.workflow_id, *key) for key in keys}
-        return {key: states[name] for key, name in named.items() if states.get(name)}
-
-    # -------- what is to be done --------
-
-    def plan(self) -> None:
-        """Work out all that is to be done, and let all that can fail do so before anything changes."""
-        self.remedies = plan_remedies(self.failures, self.sharers(), self.rules())
-        if self.mode == 'slurm' and not self.options.is_dry_run:
-            refuse_without_sbatch()
-            prepare_output_dir(self.session, RunnerOptions(output_dir=self.settings()['output_dir']))
-        if not self.remedies.retried and not self.num_left:
-            if not self.options.is_dry_run:
-                self.refuse_nothing()
-            return
-        self.is_resumed = not self.remedies.retried
-        if not self.is_resumed:
-            if self.refusal:
-                raise Refused(self.refusal)
-            if not has_directory(self.workflow):
-                self.session.report(printable_line(
-                    f"warning: {self.workflow['submission_directory']}, the directory of the workflow, is "
-                    'not here: whether its files have changed is not known'))
-            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
-                                             dry_run=True)
-            changed = {row['job_id'] for row in self.preview['changed']}
-            self.remedies = self.remedies._replace(left=[
-                (failure, reason) for failure, reason in self.remedies.left if failure.job_id not in changed])
-        if self.mode != 'slurm':
-            return
-        self.refuse_misfits()
-        overrides = {number: new_values(change.corrections) for change in self.remedies.changes
-                     for number in change.job_ids}
-        cleaned = self.cleaned if self.options.is_dry_run else {}      # else it has been done
-        requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
-        self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
-            include_job_ids=self.preview.get('to_run', requeued), includes_lost=True, overrides=overrides,
-            is_dry_run=True, is_cleaned=not cleaned.get('allocations')))
-
-    def sharers(self) -> Dict[int, List[int]]:
-        """Requirements -> the jobs that have them."""
-        found = collections.defaultdict(list)   # type: Dict[int, List[int]]
-        for job in self.jobs:
-            found[job.get('resource_requirements_id') or 0].append(job['id'])
-        return found
-
-    def rules(self) -> RemedyRules:
-        """What may be done about the failures."""
-        losses = collections.Counter()      # type: collections.Counter[int]
-        if any(failure.kind == 'lost' for failure in self.failures):
-            codes = ORPHAN_RETURN_CODE, execution_settings(self.workflow)['timeout_exit_code']
-            losses.update(item['job_id'] for code in codes for item in self.session.items(
-                'list_results', workflow_id=self.workflow_id, return_code=code, all_runs=True)
-                if item['status'] == 'failed' or code > 0)      # others had only been claimed
-        return RemedyRules(self.multipliers, self.options.kinds, self.options.is_shared, self.find_ceiling(),
-                           losses)
-
-    def find_ceiling(self) -> Callable[[Dict[str, Any], str], Optional[Ceiling]]:
-        """How much time and memory jobs can get of the allocations to come, until these stop them."""
-        if self.mode != 'slurm' or not any(increase([failure], self.multipliers)
-                                           for failure in self.failures):
-            return lambda needs, resource: None
-        walltime, end_s = self.options.walltime, plan_times(self.workflow)['end_s']
-        given = None if walltime is None else Ceiling(max(0, walltime - end_s),
-                                                      'the walltime of the allocations')
-        return lambda needs, resource: given if given and resource == 'runtime' else \
-            most_of_partitions(self.partitions(), end_s, needs, resource)
-
-    def partitions(self) -> List[Partition]:
-        """Where new allocations may be."""
-        if self._partitions is None:
-            self._partitions = chosen_partitions(find_profile(self.options.profile, read_config()),
-                                                 self.options.partition)
-        return self._partitions
-
-    def refuse_misfits(self) -> None:
-        """Refuse corrections that no partition can satisfy: nothing is changed for some of the jobs only."""
-        for change in self.remedies.changes:
-            kind = read_resource_class(dict(change.needs, **new_values(change.corrections)))
-            if not fitting_partitions(self.partitions(), kind):
-                names = first_of([use.job['name'] for item in change.corrections for use in item.uses])
-                raise BadInput(printable_line(
-                    f'{names} would fit no partition: {explain_misfit(self.partitions(), kind)}; give a '
-                    'smaller multiplier, or make the jobs smaller'))
-
-    def refuse_nothing(self) -> None:
-        """Nothing is retried: say why, and what would."""
-        reasons = collections.Counter(reason for _, reason in self.remedies.left)
-        told = '; '.join(describe_jobs(count, reason)
-                         for reason, count in reasons.most_common(CANDIDATES_SHOWN))
-        raise Refused(printable_line(f'nothing to retry: {told}{advise_retries(self)}'))
-
-    def request(self) -> Dict[str, Any]:
-        """Body of recover_jobs."""
-        options = self.options
-        event = {'mode': self.mode, 'memory_multiplier': options.memory_multiplier,
-                 'runtime_multiplier': options.runtime_multiplier, 'counts': self.count_retried()}
-        changes = [dict(new_values(change.corrections), from_id=change.needs['id'], job_ids=change.job_ids)
-                   for change in self.remedies.changes]
-        return {'run_id': self.workflow.get('run_id') or 0,
-                'reset': [failure.job_id for failure in self.remedies.retried], 'requirements': changes,
-                'event': event, 'files': {} if not has_directory(self.workflow) else
-                file_times(self.session.client, self.workflow)}
-
-    def settings(self) -> Dict[str, Any]:
-        """How allocations are submitted."""
-        unset = dict.fromkeys(('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs'))
-        return self.options.settings or submission_settings(dict(
-            unset, output_dir=self.options.output_dir, start_one_worker_per_node=False))
-
-    def regenerate_options(self) -> RegenerateOptions:
-        """What new allocations are planned and submitted with."""
-        options = self.options
-        return RegenerateOptions(account=options.account, profile=options.profile, walltime=options.walltime,
-                                 partition=options.partition, is_cleaned=True, settings=self.settings())
-
-    @property
-    def hook_words(self) -> List[str]:
-        """The recovery hook, where there is something for it to do: the workflow's id is its last word."""
-        hook = self.options.recovery_hook
-        if not hook or not any(failure.kind == 'unknown' for failure in self.remedies.retried):
-            return []
-        return [*split_command(hook, '--recovery-hook'), str(self.workflow_id)]
-
-    # -------- doing it --------
-
-    def carry_out(self) -> None:
-        """The hook, which may veto; then the change; then the allocations."""
-        if self.hook_words:
-            run_hook(self.session, self.workflow, self.hook_words)
-        if not self.is_resumed:
-            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
-            self.workflow = self.session.workflow(self.workflow_id)
-        if self.mode == 'slurm':
-            try:
-                self.submit()
-            except TorcError as error:
-                again = command_line(self.session, 'recover', self.workflow_id)
-                error.message += f' (run {self.workflow["run_id"]} has begun; submit it with: {again})'
-                raise
-
-    def submit(self) -> None:
-        """Submit allocations for what is left, and note that it was done."""
-        self.submitted = regenerate_workflow(self.session, self.workflow,
-                                             self.regenerate_options()._replace(submits=True))
-        self.session.call('create_event', {'workflow_id': self.workflow_id, 'data': {
-            'category': 'recovery', 'action': 'recover_submitted', 'run_id': self.workflow.get('run_id'),
-            'message': f'Submitted allocations of workflow {self.workflow_id}'}})
-
-    # -------- telling it --------
-
-    @property
-    def outdated(self) -> List[Dict[str, Any]]:
-        """Jobs that run again although they ended well, say: what they read or made has changed."""
-        retried = {failure.job_id for failure in self.remedies.retried}
-        return [row for row in self.preview.get('changed', ()) if row['job_id'] not in retried]
-
-    def count_retried(self) -> Dict[str, int]:
-        """Jobs that run again, by the keys of Torc's JSON."""
-        counts = collections.Counter(failure.kind for failure in self.remedies.retried)
-        return {row.count_key: counts[kind] for kind, row in FAILURE_CLASSES.items()}
-
-    def describe(self) -> Dict[str, Any]:
-        """The answer of `recover`: Torc's keys, and ours behind them."""
-        counts, options = self.count_retried(), self.options
-        result = {key: counts.pop(key) for key in ('oom_fixed', 'timeout_fixed', 'unknown_retried')}
-        result['other_failures'] = sum(failure.kind in ('unknown', 'cpu') for failure in self.failures)
-        result['jobs_to_retry'] = [failure.job_id for failure in self.remedies.retried]
-        if self.remedies.changes:
-            result['adjustments'] = [
-                dict(describe_adjustment('upscale', change.corrections), split=change.is_split,
-                     changed_job_ids=change.job_ids) for change in self.remedies.changes]
-        if self.slurm_plan is not None and options.is_dry_run:
-            result['slurm_dry_run'] = self.slurm_plan
-        result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, changed=self.outdated)
-        result['not_retried'] = [
-            {'job_id': failure.job_id, 'job_name': failure.job['name'], 'failure_class': failure.kind,
-             'reason': reason} for failure, reason in self.remedies.left]
-        if self.submitted is not None:
-            result['slurm'] = self.submitted
-        answer_keys = ('workflow_id', 'dry_run')
-        answer = {'workflow_id': self.workflow_id, 'dry_run': options.is_dry_run,
-                  'memory_multiplier': self.options.memory_multiplier,
-                  'runtime_multiplier': self.options.runtime_multiplier,
-                  'result': result, 'diagnosis': describe_diagnosis(self), 'mode': self.mode,
-                  'run_id': self.preview.get('run_id', self.workflow.get('run_id')), 'orphans': {
-                      key: value for key, value in self.cleaned.items() if key not in answer_keys},
-                  'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
-        if self.mode != 'slurm':
-            answer['next_command'] = self.next_command()
-        if self.hook_words:
-            answer['recovery_hook'] = self.hook_words
-        return answer
-
-    def next_command(self) -> str:
-        """The command that goes on with a workflow without allocations."""
-        words = ['remote', 'run'] if self.mode == 'remote' else ['run']
-        return command_line(self.session, *words, self.workflow_id)
+class RecoveryPlan(Row):
+    """What recover is going to do, and what came of it."""
+    remedies: Remedies
+    canceled: Sequence[Dict[str, Any]] = ()     # jobs that run again because that is asked for
+    answer: Optional[Dict[str, Any]] = None     # to recover_jobs; None: no new run, only what is left runs
+    hook: Sequence[str] = ()                    # words, where there is something for it to do
+    allocations: Optional[Regeneration] = None
+    submitted: Optional[Dict[str, Any]] = None
 
 
-def describe_diagnosis(recovery: Recovery) -> Dict[str, Any]:
-    """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
-    found = [item for use in recovery.uses for item in compare_use(use)]
-    over = sorted((item for item in found if item.over_percent > 1),
-                  key=lambda item: -item.used / item.limit)
-    failures = [dict(explain_failure(failure), failure_class=failure.kind, evidence=failure.evidence)
-                for failure in recovery.failures]
-    return {'workflow_id': recovery.workflow_id, 'total_results': len(recovery.uses),
-            'over_utilization_count': len(over),
-            'violations': [describe_comparison(item, True) for item in over],
-            'resource_violations_count': len(failures), 'resource_violations': failures}
+# -------- what there is --------
+
+def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
+           journals: Dict[str, Any]) -> Evidence:
+    """Clean up, and find out why jobs failed. Refused while somebody is at work, or if nothing failed.
+
+    `journals`: path -> look_at_journal(), of those that were taken in just now.
+    """
+    session.client.need_server()       # it ends the jobs of runners that were killed
+    number, cleaned = workflow['id'], clean_up(session, workflow, args, journals)
+    expected = cleaned if args['dry_run'] else {}       # what a dry run has not set right
+    decide_undecided(session, workflow, args)
+    workflow = session.workflow(number)
+    status = session.call('get_workflow_status', workflow_id=number)
+    refusal = describe_workers(session, status, expected, args['dry_run'])
+    # What a killed call has left of its allocations is submitted, although the others may run.
+    if refusal and not has_unsubmitted(session, number):
+        raise Refused(refusal)
+    mode = 'slurm' if session.items('list_scheduled_compute_nodes', 1, workflow_id=number) else \
+        'remote' if session.call('list_remote_workers', workflow_id=number) else 'local'
+    jobs = session.items('list_jobs', workflow_id=number)
+    lost = {item['job_id']: item.get('reason') or '' for item in expected.get('failed_job_details', ())}
+    uses, failures = diagnose(session, number, mode, jobs, lost)
+    counts = status['jobs_by_status']
+    ready = counts['ready'] + expected.get('jobs_requeued', 0)
+    # Without a ready job the blocked ones wait for a failure that is undecided.
+    num_left = ready + counts['blocked'] if ready else 0
+    found = Evidence(workflow, mode, cleaned, jobs, uses, failures, num_left, refusal)
+    if not failures:
+        refuse_without_failures(session, found, counts, args)
+    return found
+
+
+def clean_up(session: Session, workflow: Dict[str, Any], args: Arguments,
+             journals: Dict[str, Any]) -> Dict[str, Any]:
+    """Set right what dead allocations and runners left; what fails is only told, but for journals."""
+    take_in = functools.partial(take_in_first, session, workflow, args['output_dir'], dict(journals))
+    take_in(args['dry_run'])
+    try:
+        cleaned = clean_up_allocations(session, workflow['id'], args['dry_run'])
+    except (Refused, BadInput, OSError) as error:
+        cleaned = {'doubts': [getattr(error, 'message', str(error))]}
+    if cleaned.get('compute_nodes_deactivated') and not args['dry_run']:
+        take_in()       # as in cmd_sync_status()
+    session.report(*(printable_line(f'warning: {doubt}') for doubt in cleaned['doubts']))
+    return cleaned
+
+
+def decide_undecided(session: Session, workflow: Dict[str, Any], args: Arguments) -> None:
+    """Let an agent classify failures that wait for a decision, or tell how it is done."""
+    jobs = session.items('list_jobs', workflow_id=workflow['id'], status='pending_failed')
+    if jobs and args['ai_recovery'] and not args['dry_run']:
+        run_agent(session, workflow, args, jobs)
+        jobs = session.items('list_jobs', workflow_id=workflow['id'], status='pending_failed')
+    if jobs:
+        names = first_of([f"{job['id']} ({job['name']})" for job in jobs], CANDIDATES_SHOWN)
+        decide = command_line(session, 'jobs', 'classify', jobs[0]['id'], 'retry', '--reason', 'TEXT')
+        session.report(printable_line(f"{counted(len(jobs), 'failed job')} {'wait' if jobs[1:] else 'waits'} "
+                                      f'for a decision: {names}'), f'retry or fail each: {decide}')
+
+
+def describe_workers(session: Session, status: Dict[str, Any], expected: Dict[str, Any],
+                     is_dry_run: bool) -> str:
+    """Why there is no new run yet: who works on the workflow, or will; '' if nobody."""
+    counts, nodes = status['jobs_by_status'], status['active_compute_nodes']
+    left = collections.Counter(pending=status['pending_scheduled_nodes'],
+                               active=status['active_scheduled_nodes'])
+    nodes -= expected.get('compute_nodes_deactivated', 0)
+    for row in expected.get('allocations', ()):
+        left[row['previous_status']] -= 1
+        left[row['status']] += 1
+    jobs = 0 if is_dry_run and not nodes else counts['pending'] + counts['running']
+    # Also those that Slurm is silent about: the server would refuse, but when the hook has done its work.
+    found = [f'{counted(number, noun)} {state}' for number, noun, state in (
+        (nodes, 'compute node', 'at work'), (left['active'], 'allocation', 'active'),
+        (left['pending'], 'allocation', 'pending'), (jobs, 'job', 'running')) if number > 0]
+    cancel = command_line(session, 'cancel', status['workflow_id'])
+    return f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs to finish or " \
+        f"use '{cancel}'" if found else ''
+
+
+def refuse_without_failures(session: Session, found: Evidence, counts: Dict[str, int],
+                            args: Arguments) -> None:
+    """Nothing failed: go on only where jobs are left that had been begun, or canceled ones are to run."""
+    number = found.workflow['id']
+    results = session.items('list_results', 1, workflow_id=number, all_runs=True)
+    has_begun = bool(results) or found.mode == 'slurm'      # its allocations have ended before any job
+    if counts['uninitialized'] or found.num_left and not has_begun:
+        raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
+                      f"'{command_line(session, 'cancel', number)}' (it has not begun: "
+                      f"'{command_line(session, 'run', number)}', or `submit`, starts it)")
+    if not found.num_left and not (args['retry_canceled'] and counts['canceled']):
+        told = [f"{counts['pending_failed']} wait for a decision"] if counts['pending_failed'] else []
+        told += [advise_canceled(session, number, counts['canceled'])] if counts['canceled'] else []
+        raise Refused('; '.join(['Cannot recover: no job failed', *told]))
+
+
+def advise_canceled(session: Session, workflow_id: int, count: int) -> str:
+    """How canceled jobs run again."""
+    retry = command_line(session, 'recover', workflow_id, '--retry-canceled')
+    return f"{counted(count, 'job')} {'was' if count == 1 else 'were'} canceled: `{retry}` runs " \
+        f"{'it' if count == 1 else 'them'} again"
+
+
+def diagnose(session: Session, workflow_id: int, mode: str, jobs: Sequence[Dict[str, Any]],
+             lost: Dict[int, str]) -> Tuple[List[JobUse], List[JobUse]]:
+    """What jobs that ended have used, and of these the failures, classified: by what Slurm and the runners
+    said, else by Torc's table. `lost`: jobs that a dry run has not failed, with the reason."""
+    needs = list_requirements(session, workflow_id)
+    newest = {item['job_id']: item for item in session.items('list_results', workflow_id=workflow_id,
+                                                             sort_by='id')}
+    uses = []
+    for job in jobs:
+        if job['id'] in lost:
+            newest[job['id']] = lost_result(job, lost[job['id']])
+        elif job['status'] in RECOVERED_STATUSES:
+            newest.setdefault(job['id'], lost_result(job, ''))
+        if job['id'] in newest and job.get('resource_requirements_id') in needs:
+            uses.append(JobUse(job, needs[job['resource_requirements_id']], newest[job['id']]))
+    uses = [use for use in mark_stale(session, workflow_id, uses)
+            if use.result['status'] in ('completed', *RECOVERED_STATUSES)]
+    failed = [use for use in uses if use.job['id'] in lost or use.job['status'] in RECOVERED_STATUSES]
+    states, sizes = {}, {}      # type: Dict[Tuple, str], Dict[Tuple, Any]
+    if failed:
+        sizes = {attempt_key(row): row.get('max_rss_bytes')
+                 for row in session.items('list_slurm_stats', workflow_id=workflow_id)}
+    unknown = [use for use in failed if not read_evidence(use)[0]]
+    if unknown and mode == 'slurm':
+        states = ask_states(session, workflow_id, unknown)
+    keyed = [(use, attempt_key(use.result)) for use in failed]
+    return uses, [classify_failure(use, states.get(key, ''), sizes.get(key)) for use, key in keyed]
+
+
+def attempt_key(row: Dict[str, Any]) -> Tuple[int, int, int]:
+    """Which attempt a result, or its accounting, is of."""
+    return row['job_id'], row['run_id'], row.get('attempt_id', 1)
 
 
 def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
@@ -30491,35 +30253,317 @@ def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
             'completion_time': format_time(time.time())}
 
 
-def most_of_partitions(partitions: Sequence[Partition], end_s: int, needs: Dict[str, Any],
-                       resource: str) -> Optional[Ceiling]:
-    """The most time or memory that a partition gives which can run such a job otherwise.
+def ask_states(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> Dict[Tuple[int, int, int], str]:
+    """What sacct says of the steps of attempts of which nobody has said how they ended."""
+    job_ids = list_allocations(session, workflow_id)
+    if not job_ids or not has_slurm_program('sacct'):
+        return {}
+    try:
+        accounts, _ = ask_accounts(session, workflow_id, job_ids)
+    except Refused as error:
+        session.report(f'warning: {error.message}')
+        return {}
+    states = {account.name: parse_slurm_state(account.state) for account in accounts if account.step}
+    named = {key: name_step(workflow_id, *key) for key in (attempt_key(use.result) for use in uses)}
+    return {key: states[name] for key, name in named.items() if states.get(name)}
 
-    Special ones count for time only without others: what fits no other goes to them by itself.
+
+# -------- what is to be done --------
+
+def plan_recovery(session: Session, found: Evidence, args: Arguments,
+                  settings: Dict[str, Any]) -> RecoveryPlan:
+    """Work out all that is to be done, and let all that can fail do so before anything changes."""
+    number, is_slurm, is_dry_run = found.workflow['id'], found.mode == 'slurm', args['dry_run']
+    given = ((resource, args[f'{resource}_multiplier']) for resource in MEASURES)
+    multipliers = {resource: value for resource, value in given if value is not None}
+    partitions = []     # type: Sequence[Partition]  # where new allocations may be
+    if is_slurm and any(increase([failure], multipliers) for failure in found.failures):
+        partitions = chosen_partitions(find_profile(args['profile'], read_config()), args['partition'])
+    sharers = collections.defaultdict(list)     # type: Dict[int, List[int]]
+    for job in found.jobs:
+        sharers[job.get('resource_requirements_id') or 0].append(job['id'])
+    remedies = plan_remedies(found.failures, sharers, RemedyRules(
+        multipliers, retried_kinds(args), args['is_shared'],
+        functools.partial(find_ceiling, partitions, args['walltime'], plan_times(found.workflow)['end_s']),
+        count_losses(session, found)))
+    plan = RecoveryPlan(remedies, [job for job in found.jobs if job['status'] == 'canceled'
+                                   and args['retry_canceled']])
+    if is_slurm and not is_dry_run:
+        refuse_without_sbatch()
+        prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    if remedies.retried or plan.canceled:
+        plan = preview(session, found, plan, args)
+    if plan.answer is None and not found.num_left:
+        if not is_dry_run:
+            raise Refused(explain_nothing(session, found, plan, args))
+        return plan
+    if args['recovery_hook'] and any(failure.kind == 'unknown' for failure in remedies.retried):
+        plan = plan._replace(hook=[*split_command(args['recovery_hook'], '--recovery-hook'), str(number)])
+    if is_slurm:
+        cleaned = found.cleaned if is_dry_run else {}       # else it has been done
+        requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
+        options = regenerate_options(args, settings)._replace(
+            include_job_ids=plan.answer['to_run'] if plan.answer else requeued, includes_lost=True,
+            overrides={job_id: new_values(change.corrections) for change in remedies.changes
+                       for job_id in change.job_ids},
+            submits=False, is_dry_run=True, is_cleaned=not cleaned.get('allocations'))
+        plan = plan._replace(allocations=plan_regeneration(session, found.workflow, options))
+    return plan
+
+
+def retried_kinds(args: Arguments) -> List[str]:
+    """The classes of failures that are retried."""
+    takes_all = args['retry_unknown'] or bool(args['recovery_hook'])
+    asked = {'unknown': takes_all, 'cpu': takes_all or args['cpu_multiplier'] is not None}
+    return [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
+
+
+def count_losses(session: Session, found: Evidence) -> Dict[int, int]:
+    """How often each job was lost with its runner or node, in all runs."""
+    losses = collections.Counter()      # type: collections.Counter[int]
+    if any(failure.kind == 'lost' for failure in found.failures):
+        for code in (ORPHAN_RETURN_CODE, execution_settings(found.workflow)['timeout_exit_code']):
+            results = session.items('list_results', workflow_id=found.workflow['id'], return_code=code,
+                                    all_runs=True)
+            losses.update(item['job_id'] for item in results
+                          if item['status'] == 'failed' or code > 0)    # others had only been claimed
+    return losses
+
+
+def find_ceiling(partitions: Sequence[Partition], walltime: Optional[int], end_s: int, needs: Dict[str, Any],
+                 resource: str) -> Optional[Ceiling]:
+    """The most of a resource that a job can get of allocations to come, until these stop it; None: not known.
+
+    That is what a partition gives which can run it otherwise. But only memory moves a job to a special one,
+    or to GPUs that it does not use, unless there are no others.
     """
-    if resource == 'cpu':
+    if not partitions:
         return None
-    least = {'runtime': 'PT1S', 'memory': '1m'}
-    fitting = fitting_partitions(partitions, read_resource_class(dict(needs, **{resource: least[resource]})))
-    found = [(partition.memory_mb * MEGABYTE, partition.name) for partition in fitting]
-    if resource == 'runtime':
-        usual = [partition for partition in fitting if not partition.requires_explicit_request] or fitting
-        found = [(max(0, partition.max_walltime_secs - end_s), partition.name) for partition in usual]
+    if resource == 'runtime' and walltime is not None:
+        return Ceiling(max(0, walltime - end_s), 'the walltime of the allocations')
+    least, amount_of = {
+        'memory': ('1m', lambda partition: partition.memory_mb * MEGABYTE),
+        'cpu': (1, lambda partition: partition.cpus_per_node * 100.0),
+        'runtime': ('PT1S', lambda partition: max(0, partition.max_walltime_secs - end_s)),
+    }[resource]     # type: Any
+    small = dict(needs, **{MEASURES[resource].field: least})
+    fitting = fitting_partitions(partitions, read_resource_class(small))
+    usual = [partition for partition in fitting if not partition.requires_explicit_request
+             and (needs['num_gpus'] or not partition.gpus)]
+    found = [(amount_of(partition), partition.name)
+             for partition in (usual if resource != 'memory' and usual else fitting)]
     most, name = max(found, default=(0, ''), key=lambda pair: pair[0])
     return Ceiling(most, f'partition {name}') if found else None
 
 
-def recover_workflow(session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> Dict[str, Any]:
+def preview(session: Session, found: Evidence, plan: RecoveryPlan, args: Arguments) -> RecoveryPlan:
+    """The plan with what the server would do. Refused while others are at work."""
+    if found.refusal:
+        raise Refused(found.refusal)
+    workflow = found.workflow
+    if not has_directory(workflow):
+        session.report(printable_line(
+            f"warning: {workflow['submission_directory']}, the directory of the workflow, is not here: "
+            'whether its files have changed is not known'))
+    answer = session.call('recover_jobs', recovery_request(session, found, plan, args),
+                          workflow_id=workflow['id'], dry_run=True)
+    changed, to_run = {row['job_id'] for row in answer['changed']}, set(answer['to_run'])
+    left = [(failure, reason) for failure, reason in plan.remedies.left if failure.job_id not in changed]
+    canceled = [job for job in plan.canceled if job['id'] in to_run]    # others wait for what failed
+    return plan._replace(remedies=plan.remedies._replace(left=left), canceled=canceled,
+                         answer=answer if plan.remedies.retried or canceled else None)
+
+
+def recovery_request(session: Session, found: Evidence, plan: RecoveryPlan,
+                     args: Arguments) -> Dict[str, Any]:
+    """Body of recover_jobs, with the times of files as they are now."""
+    workflow, retried = found.workflow, plan.remedies.retried
+    return {'run_id': workflow.get('run_id') or 0,
+            'reset': [failure.job_id for failure in retried] + [job['id'] for job in plan.canceled],
+            'requirements': [dict(new_values(change.corrections), from_id=change.needs['id'],
+                                  job_ids=change.job_ids) for change in plan.remedies.changes],
+            'files': file_times(session.client, workflow) if has_directory(workflow) else {},
+            'event': {'mode': found.mode, 'memory_multiplier': args['memory_multiplier'],
+                      'runtime_multiplier': args['runtime_multiplier'], 'counts': count_retried(retried)}}
+
+
+def regenerate_options(args: Arguments, settings: Dict[str, Any]) -> RegenerateOptions:
+    """What new allocations are planned and submitted with. That others are queued is known."""
+    return RegenerateOptions(submits=True, is_cleaned=True, settings=settings, **{
+        name: args[name] for name in ('account', 'profile', 'partition', 'walltime')})
+
+
+def list_canceled(found: Evidence, plan: RecoveryPlan) -> List[Dict[str, Any]]:
+    """Jobs that stay canceled, where the workflow was."""
+    to_run = (plan.answer or {}).get('to_run', ())
+    return [job for job in found.jobs if job['status'] == 'canceled' and job['id'] not in to_run
+            and found.workflow['is_canceled']]
+
+
+def explain_nothing(session: Session, found: Evidence, plan: RecoveryPlan, args: Arguments) -> str:
+    """Why nothing is retried, and what would help, as far as that is known."""
+    left = plan.remedies.left
+    reasons = collections.Counter(reason for _, reason in left).most_common(CANDIDATES_SHOWN)
+    text = '; '.join(f"{reason} ({counted(count, 'job')})" for reason, count in reasons)
+    if left and not args['retry_unknown']:
+        text += f". --retry-unknown runs {'it' if len(left) == 1 else 'them'} again all the same"
+    told, canceled = [text] * bool(left), list_canceled(found, plan)
+    if args['retry_canceled']:
+        told.append('what was canceled waits for that')
+    elif canceled:
+        told.append(advise_canceled(session, found.workflow['id'], len(canceled)))
+    return printable_line('nothing to retry: ' + '; '.join(told))
+
+
+# -------- doing it, and telling it --------
+
+def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: Arguments,
+                   settings: Dict[str, Any]) -> RecoveryPlan:
+    """The hook, which may veto; then the change; then the allocations: the plan with what came of it."""
+    number, workflow = found.workflow['id'], found.workflow
+    if plan.hook:
+        run_hook(session, workflow, plan.hook)
+    if plan.answer is not None:
+        answer = session.call('recover_jobs', recovery_request(session, found, plan, args),
+                              workflow_id=number)
+        plan, workflow = plan._replace(answer=answer), session.workflow(number)
+    return submit_recovered(session, workflow, plan, args, settings) if found.mode == 'slurm' else plan
+
+
+def submit_recovered(session: Session, workflow: Dict[str, Any], plan: RecoveryPlan, args: Arguments,
+                     settings: Dict[str, Any]) -> RecoveryPlan:
+    """Submit allocations for what is left, and note that it was done."""
+    number, run_id = workflow['id'], workflow.get('run_id')
+    try:
+        submitted = regenerate_workflow(session, workflow, regenerate_options(args, settings))
+    except TorcError as error:
+        again = command_line(session, 'recover', number)
+        error.message += f' (run {run_id} has begun; submit it with: {again})'
+        raise
+    session.call('create_event', {'workflow_id': number, 'data': {
+        'category': 'recovery', 'action': 'recover_submitted', 'run_id': run_id,
+        'message': f'Submitted allocations of workflow {number}'}})
+    return plan._replace(submitted=submitted)
+
+
+def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments, settings: Dict[str, Any],
+                     journals: Dict[str, Any]) -> Dict[str, Any]:
     """Let failed jobs run again with what they lacked, without questions: the JSON of `recover`.
 
     Refused where nothing can be recovered, or somebody is at work.
     """
-    recovery = Recovery(session, workflow, options)
-    recovery.look()
-    recovery.plan()
-    if not options.is_dry_run:
-        recovery.carry_out()
-    return recovery.describe()
+    args = dict(args, dry_run=False, retry_canceled=False)
+    found = gather(session, workflow, args, journals)
+    plan = plan_recovery(session, found, args, settings)
+    return describe_recovery(session, found, apply_recovery(session, found, plan, args, settings), args)
+
+
+def count_retried(retried: Sequence[JobUse]) -> Dict[str, int]:
+    """Jobs that run again, by the keys of Torc's JSON."""
+    counts = collections.Counter(failure.kind for failure in retried)
+    return {row.count_key: counts[kind] for kind, row in FAILURE_CLASSES.items()}
+
+
+def list_outdated(plan: RecoveryPlan) -> List[Dict[str, Any]]:
+    """Jobs that run again although they ended well, say: what they read or made has changed."""
+    retried = {failure.job_id for failure in plan.remedies.retried}
+    return [row for row in (plan.answer or {}).get('changed', ()) if row['job_id'] not in retried]
+
+
+def describe_recovery(session: Session, found: Evidence, plan: RecoveryPlan,
+                      args: Arguments) -> Dict[str, Any]:
+    """The answer of `recover`: Torc's keys, and ours behind them."""
+    number, answer, remedies = found.workflow['id'], plan.answer or {}, plan.remedies
+    counts = count_retried(remedies.retried)
+    result = {key: counts.pop(key) for key in ('oom_fixed', 'timeout_fixed', 'unknown_retried')}  # type: Any
+    result['other_failures'] = sum(failure.kind in ('unknown', 'cpu') for failure in found.failures)
+    result['jobs_to_retry'] = [failure.job_id for failure in remedies.retried]
+    if remedies.changes:
+        result['adjustments'] = [
+            dict(describe_adjustment('upscale', change.corrections), split=change.is_split,
+                 changed_job_ids=change.job_ids) for change in remedies.changes]
+    if plan.allocations is not None and args['dry_run']:
+        result['slurm_dry_run'] = describe_regeneration(number, plan.allocations)
+    result.update(counts, canceled_retried=len(plan.canceled), notes=remedies.notes, jobs_left=found.num_left,
+                  changed=list_outdated(plan))
+    result['not_retried'] = [
+        {'job_id': failure.job_id, 'job_name': failure.job['name'], 'failure_class': failure.kind,
+         'reason': reason} for failure, reason in remedies.left]
+    if plan.submitted is not None:
+        result['slurm'] = plan.submitted
+    names = ('dry_run', 'memory_multiplier', 'runtime_multiplier')
+    value = {'workflow_id': number, **{name: args[name] for name in names}, 'result': result,
+             'diagnosis': describe_diagnosis(found), 'mode': found.mode,
+             'run_id': answer.get('run_id', found.workflow.get('run_id')), 'orphans': {
+                 key: value for key, value in found.cleaned.items() if key not in ('workflow_id', 'dry_run')},
+             'jobs_to_run': len(answer.get('to_run', ())) or found.num_left}
+    if found.mode != 'slurm':
+        words = ['remote', 'run'] if found.mode == 'remote' else ['run']
+        value['next_command'] = command_line(session, *words, number)
+    if plan.hook:
+        value['recovery_hook'] = plan.hook
+    return value
+
+
+def describe_diagnosis(found: Evidence) -> Dict[str, Any]:
+    """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
+    compared = [item for use in found.uses for item in compare_use(use)]
+    over = sorted((item for item in compared if item.over_percent > 1),
+                  key=lambda item: -item.used / item.limit)
+    failures = [dict(explain_failure(failure), failure_class=failure.kind, evidence=failure.evidence)
+                for failure in found.failures]
+    return {'workflow_id': found.workflow['id'], 'total_results': len(found.uses),
+            'over_utilization_count': len(over),
+            'violations': [describe_comparison(item, True) for item in over],
+            'resource_violations_count': len(failures), 'resource_violations': failures}
+
+
+def format_plan(found: Evidence, plan: RecoveryPlan, style: Style) -> str:
+    """What failed, class by class, and what is done about it, for people."""
+    text, remedies = '', plan.remedies
+    for kind, row in FAILURE_CLASSES.items():
+        failures = [failure for failure in found.failures if failure.kind == kind]
+        if failures:
+            rows = list(map(failure_row, failures[:RECOVER_ROWS_SHOWN]))
+            text += f"{row.meaning} ({counted(len(failures), 'job')}):\n"
+            text += format_table(FAILURE_COLUMNS, rows, style)
+            text += f'and {len(failures) - len(rows)} more\n' if failures[len(rows):] else ''
+    rows = [(change.needs['name'], len(change.job_ids), 'only these' if change.is_split else 'all',
+             MEASURES[item.resource].title, item.original, item.new, show_peak(item))
+            for change in remedies.changes for item in change.corrections]
+    text += format_table(REMEDY_COLUMNS, rows, style) if rows else ''
+    lines = [f'{title}: {first_of([job["name"] for job in jobs], CANDIDATES_SHOWN)}' for title, jobs in (
+        ('To run again', [failure.job for failure in remedies.retried]),
+        ('To run again, canceled before', plan.canceled)) if jobs]
+    lines += [f"{failure.job['name']} does not run again: {reason}"
+              for failure, reason in remedies.left[:RECOVER_ROWS_SHOWN]]
+    lines += remedies.notes
+    stay = list_canceled(found, plan)
+    if stay:
+        are = 'stay' if stay[1:] else 'stays'
+        lines.append(f"{counted(len(stay), 'job')} of the canceled workflow {are} canceled: --retry-canceled "
+                     f"runs {'them' if stay[1:] else 'it'} again")
+    if plan.hook:
+        lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, plan.hook))}")
+    outdated = list_outdated(plan)
+    lines += [f"{row['job_name']} runs again, too: {row['reason']}" for row in outdated[:RECOVER_ROWS_SHOWN]]
+    if len(outdated) > RECOVER_ROWS_SHOWN:
+        lines.append(f'and {len(outdated) - RECOVER_ROWS_SHOWN} more run again for such a reason')
+    if found.num_left:
+        lines.append(f"Left, with nobody to run them: {counted(found.num_left, 'job')}")
+    if plan.allocations is not None:
+        rows = regeneration_rows(plan.allocations.demand, plan.allocations.renewals, ())
+        lines += map(format_scheduler, rows)
+        lines += [f'warning: {text}' for text in plan.allocations.warnings]
+    return text + format_lines(map(printable_line, lines))
+
+
+def failure_row(failure: JobUse) -> Tuple[Any, ...]:
+    """A failed job as a row of a table."""
+    needs, known = failure.needs, explain_failure(failure)
+    return (failure.job_id, failure.job['name'], known['return_code'],
+            report_duration(seconds_of(failure.result)), needs['memory'],
+            known.get('peak_memory_formatted', '-'), needs['runtime'], failure.evidence)
 
 
 # -------- programs of the user --------
@@ -30576,39 +30620,29 @@ def interrupted_by_signals() -> Iterator[None]:
 
 def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
                 limit_s: Optional[float] = None) -> int:
-    """Run a program of the user to its end, its output on our stderr; its return code, 128 + n by a signal.
+    """Run a program of the user to its end, its output on stderr; its return code, 128 + n by a signal.
 
     It stays in our process group, so that a terminal's Ctrl-C reaches it. What it has started ends with it
     where it has to be ended: that would go on deciding, or hold our output open.
     """
-    environment = user_environment(session, workflow)
+    environment, process, code = user_environment(session, workflow), None, None     # type: Any, Any, Any
+    spared, adopted_before = read_children(os.getpid()), adopt_orphans(True)
     try:
-        target = session.err.fileno()
-    except (OSError, ValueError, AttributeError):   # no file: in a test
-        target = subprocess.PIPE
-    is_ended, spared, adopted_before = False, read_children(os.getpid()), adopt_orphans(True)
-    try:
-        process = subprocess.Popen(list(words), env=environment, stdin=subprocess.DEVNULL, stdout=target,
-                                   stderr=subprocess.STDOUT)
+        process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2)
+        with interrupted_by_signals():
+            code = process.wait(limit_s)
     except (OSError, ValueError) as error:
-        adopt_orphans(adopted_before)
         cause = getattr(error, 'strerror', None) or error
         raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
-    try:
-        with interrupted_by_signals():
-            said = process.communicate(timeout=limit_s)[0]
-        is_ended = process.returncode >= 0      # else it was killed, and had no time to end the others
     except subprocess.TimeoutExpired:
         raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
     finally:
-        if not is_ended:
-            process.kill()      # where there is no /proc
+        if process is not None and (code is None or code < 0):
+            process.kill()      # where there is no /proc; else it had no time to end the others
             end_children(spared.__contains__, UNKILLABLE_S)
-            process.communicate()       # it is reaped, and its output closed
+            process.wait()
         adopt_orphans(adopted_before)
-    if said:
-        session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return code if code >= 0 else 128 - code
 
 
 def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
@@ -30631,18 +30665,18 @@ Jobs:
 """
 
 
-def run_agent(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+def run_agent(session: Session, workflow: Dict[str, Any], args: Arguments,
               jobs: Sequence[Dict[str, Any]]) -> None:
     """Let the program of the user's choice decide about failures; what it leaves stays undecided."""
-    words = split_command(options.ai_agent or '', '--ai-agent')
+    words = split_command(args['ai_agent'], '--ai-agent')
     words += AGENT_WORDS.get(os.path.basename(words[0]), []) if len(words) == 1 else []
-    code = run_program(session, [*words, format_prompt(session, workflow, options, jobs)], workflow,
+    code = run_program(session, [*words, format_prompt(session, workflow, args, jobs)], workflow,
                        '--ai-agent', AGENT_LIMIT_S)
     if code:
         session.report(printable_line(f'warning: {words[0]} ended with return code {code}'))
 
 
-def format_prompt(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+def format_prompt(session: Session, workflow: Dict[str, Any], args: Arguments,
                   jobs: Sequence[Dict[str, Any]]) -> str:
     """What an agent is asked: the jobs, and the commands to decide with."""
     results = {item['job_id']: item for item in session.items('list_results', workflow_id=workflow['id'])}
@@ -30658,119 +30692,45 @@ def format_prompt(session: Session, workflow: Dict[str, Any], options: RecoverOp
         lines.append(line)
     return printable_message(PROMPT.format(
         workflow=f"{workflow['id']} ({workflow['name']})", classify=command_line(session, 'jobs', 'classify'),
-        logs=command_line(session, 'logs', '-o', options.output_dir, workflow['id']), jobs='\n'.join(lines)))
+        logs=command_line(session, 'logs', '-o', args['output_dir'], workflow['id']), jobs='\n'.join(lines)))
 
 
 # -------- the command --------
 
-def advise_retries(recovery: Recovery) -> str:
-    """What would help where nothing is retried; '' if that is not known."""
-    them = 'it' if len(recovery.remedies.left) == 1 else 'them'
-    text = '' if recovery.options.retry_unknown else f'. --retry-unknown runs {them} again all the same'
-    is_any = any(job['status'] == 'canceled' for job in recovery.jobs)
-    return text + ('; canceled jobs are not recovered automatically' if is_any else '')
-
-
-def describe_jobs(count: int, meaning: str) -> str:
-    """2, 'was lost with its node' -> '2 jobs, each of which was lost with its node'."""
-    return f'1 job {meaning}' if count == 1 else f'{count} jobs, each of which {meaning}'
-
-
 def cmd_recover(session: Session, args: Arguments) -> int:
     """Let failed jobs run again with what they lacked."""
     refuse_bad_programs(args)
-    workflow_id = choose_workflow(session, args)
-    names = set(RecoverOptions._fields) & set(args)
-    options = RecoverOptions(**{name: args[name] for name in names}, is_dry_run=bool(args['dry_run']))
+    workflow_id, is_dry_run = choose_workflow(session, args), bool(args['dry_run'])
+    args, settings = dict(args, dry_run=is_dry_run), plain_settings(args['output_dir'])
+    is_asking = session.is_interactive and session.format != 'json' and not is_dry_run
     try:
-        recovery = Recovery(session, session.workflow(workflow_id), options)
-        recovery.look()
-        is_asking = session.is_interactive and session.format != 'json'
-        recovery.plan()
-        is_asking = is_asking and not options.is_dry_run
+        found = gather(session, session.workflow(workflow_id), args, {})
+        plan = plan_recovery(session, found, args, settings)
         if is_asking:
-            style = style_of(session.err, os.environ)
-            session.report(*(format_classes(recovery, style) + format_plan(recovery, style)).splitlines())
+            session.report(*format_plan(found, plan, style_of(session.err, os.environ)).splitlines())
             if not session.agrees(f'Recover workflow {workflow_id} so?'):
                 return 0
-        if not options.is_dry_run:
-            recovery.carry_out()
+        done = plan if is_dry_run else apply_recovery(session, found, plan, args, settings)
     except TorcError as error:
-        error.details = dict(error.details, workflow_id=workflow_id, dry_run=options.is_dry_run)
+        error.details = dict(error.details, workflow_id=workflow_id, dry_run=is_dry_run)
         raise
-    answer = recovery.describe()
-    session.answer(answer, format_recovery(session, recovery, answer, is_asking))
-    return 1 if recovery.submitted is not None and lacks_allocations(recovery.submitted) else 0
+    answer = describe_recovery(session, found, done, args)
+    # Who was asked has seen what failed, and what was to be done.
+    text = '' if is_asking else format_plan(found, done, style_of(session.out, os.environ))
+    session.answer(answer, text + format_lines([describe_end_of_recovery(answer, done.submitted)]))
+    return 1 if done.submitted is not None and lacks_allocations(done.submitted) else 0
 
 
-def format_classes(recovery: Recovery, style: Style) -> str:
-    """What failed, class by class, for people."""
-    text = ''
-    for kind, row in FAILURE_CLASSES.items():
-        failures = [failure for failure in recovery.failures if failure.kind == kind]
-        if failures:
-            text += f'{describe_jobs(len(failures), row.meaning)}:\n{format_failures(failures, style)}'
-    return text
-
-
-def format_failures(failures: Sequence[JobUse], style: Style) -> str:
-    """Jobs of one class, for people."""
-    rows = []
-    for failure in failures[:RECOVER_ROWS_SHOWN]:
-        needs, found = failure.needs, explain_failure(failure)
-        rows.append((failure.job_id, failure.job['name'], found['return_code'],
-                     report_duration(seconds_of(failure.result)), needs['memory'],
-                     found.get('peak_memory_formatted', '-'), needs['runtime'], failure.evidence))
-    text = format_table(FAILURE_COLUMNS, rows, style)
-    more = len(failures) - len(rows)
-    return text + (f'and {more} more\n' if more else '')
-
-
-def format_remedies(remedies: Remedies, style: Style) -> str:
-    """What is to be changed and run again, and what is not, for people."""
-    rows = [(change.needs['name'], len(change.job_ids), 'only these' if change.is_split else 'all',
-             MEASURES[item.resource].title, item.original, item.new, show_peak(item))
-            for change in remedies.changes for item in change.corrections]
-    titles = ('Requirements', 'Jobs', 'For', 'Resource', 'Old', 'New', 'Peak')
-    text = format_table(titles, rows, style) if rows else ''
-    names = first_of([failure.job['name'] for failure in remedies.retried], CANDIDATES_SHOWN)
-    lines = [f'To run again: {names}'] if remedies.retried else []
-    lines += [f"{failure.job['name']} does not run again: {reason}"
-              for failure, reason in remedies.left[:RECOVER_ROWS_SHOWN]]
-    return text + format_lines(map(printable_line, [*lines, *remedies.notes]))
-
-
-def format_plan(recovery: Recovery, style: Style) -> str:
-    """What is going to be done, for people."""
-    lines = []
-    if recovery.hook_words:
-        lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, recovery.hook_words))}")
-    lines += [f"{row['job_name']} runs again, too: {row['reason']}"
-              for row in recovery.outdated[:RECOVER_ROWS_SHOWN]]
-    if len(recovery.outdated) > RECOVER_ROWS_SHOWN:
-        lines.append(f'and {len(recovery.outdated) - RECOVER_ROWS_SHOWN} more run again for such a reason')
-    if recovery.num_left:
-        lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
-    for row in (recovery.slurm_plan or {}).get('planned_schedulers', ()):
-        lines.append(f"{row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {row['nodes']} "
-                     f"nodes of {row['partition']} for {row['walltime']}")
-    lines += [f'warning: {text}' for text in (recovery.slurm_plan or {}).get('warnings', ())]
-    return format_remedies(recovery.remedies, style) + format_lines(map(printable_line, lines))
-
-
-def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any], was_asked: bool) -> str:
-    """The answer of recover for people. Who was asked has seen what failed, and what was to be done."""
-    style = style_of(session.out, os.environ)
-    text = '' if was_asked else format_classes(recovery, style) + format_plan(recovery, style)
-    run = f"Run {answer['run_id']} of workflow {recovery.workflow_id}"
+def describe_end_of_recovery(answer: Dict[str, Any], submitted: Optional[Dict[str, Any]]) -> str:
+    """What recover has done, in a sentence."""
     if answer['dry_run']:
-        end = 'Nothing was changed: this is a dry run'
-    elif recovery.submitted is not None:
-        number = recovery.submitted.get('allocations_submitted', 0)
-        end = f"{run}: submitted {number} allocations for {answer['jobs_to_run']} jobs"
-    else:
-        end = f"{run}: {answer['jobs_to_run']} jobs are to run; go on with: {answer['next_command']}"
-    return text + format_lines([end])
+        return 'Nothing was changed: this is a dry run'
+    run, jobs = f"Run {answer['run_id']} of workflow {answer['workflow_id']}", answer['jobs_to_run']
+    if submitted is None:
+        return f"{run}: {counted(jobs, 'job')} {'is' if jobs == 1 else 'are'} to run; go on with: " \
+            f"{answer['next_command']}"
+    number = submitted['allocations_submitted']
+    return f"{run}: submitted {counted(number, 'allocation')} for {counted(jobs, 'job')}"
 
 
 # ======== 20h. Watch: a workflow under supervision until it is complete ========
@@ -31043,10 +31003,8 @@ class Supervision:
 
     def schedule(self) -> None:
         """Plan and submit allocations: for jobs without a plan, or, where nobody is at work, for all."""
-        options = RegenerateOptions(
-            submits=True, is_cleaned=True, only_job_ids=self.watcher.unplanned or (),
-            settings=self.settings(),
-            **{name: self.args[name] for name in ('account', 'profile', 'partition', 'walltime')})
+        options = regenerate_options(self.args, self.settings())._replace(
+            only_job_ids=self.watcher.unplanned or ())
         failure = ''
         try:
             done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
@@ -31077,7 +31035,7 @@ class Supervision:
         self.keep()
         try:
             workflow = self.session.workflow(self.number)
-            found = recover_workflow(self.session, workflow, self.recover_options())
+            found = recover_workflow(self.session, workflow, self.args, self.settings(), self.journals)
         except (Unreachable, Conflict):
             raise
         except (TorcError, OSError) as error:
@@ -31092,12 +31050,6 @@ class Supervision:
         self.say('Recovery initiated. Resuming monitoring...')
         if found.get('next_command'):
             self.say(f"to go on: {found['next_command']}")
-
-    def recover_options(self) -> Any:
-        """Options of `recover` from those of `watch`."""
-        names = set(RecoverOptions._fields) & set(self.args)
-        return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings(),
-                              journals=self.journals)
 
 
 def text_of_failure(error: Exception) -> str:
@@ -31877,7 +31829,8 @@ JOB_PREFIX_OPTION = Argument('-j --job-prefix', 'TEXT', 'begin of the names of t
 RECOVER_OPTIONS = (
     OUTPUT_DIR,
     Argument('--memory-multiplier', 'N', 'of the memory that was not enough', parse_factor, default=1.5),
-    Argument('--runtime-multiplier', 'N', 'of the runtime that was not enough', parse_factor, default=1.5),
+    Argument('--runtime-multiplier', 'N', 'of the runtime that was not enough; what its own `timeout` ended '
+             'did not lack runtime', parse_factor, default=1.5),
     Argument('--cpu-multiplier', 'N', 'of the CPUs that jobs kept busy, where they were more than asked for '
              '(default: CPUs stay as they are)', parse_factor),
     Argument('--shared', '', 'change requirements for all jobs that share them, not only for those that '
@@ -32445,7 +32398,8 @@ COMMANDS = (
                  '(default 7200; 0: never)', at_least(0, parse_seconds), default=7200.0)),
         'watch 1 --recover --auto-schedule'),
     Command('recover', cmd_recover, 'run failed jobs again with what they lacked, in new allocations', (
-        ASKED_WF, *RECOVER_OPTIONS, DRY_RUN),
+        ASKED_WF, *RECOVER_OPTIONS,
+        Argument('--retry-canceled', '', 'run again what was canceled, too'), DRY_RUN),
         'recover 1 --dry-run'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
