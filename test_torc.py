@@ -22108,7 +22108,7 @@ class WatchTest(CommandTest):
         self.make(self.PLAIN)
         done = self.assertExit(4, self.world.main('-f', 'json', 'watch', 9))
         self.assertEqual({'status': 'error', 'error': 'there is no workflow 9', 'message': 'there is no workflow 9'}, done.json())
-        with unittest.mock.patch.object(torc.Supervision, 'is_ended', return_value=True):
+        with unittest.mock.patch('time.sleep', side_effect=KeyboardInterrupt):
             done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
         self.assertEqual((False, 'interrupted', 2), (done.json()['is_complete'], done.json()['reason'],
                                                      done.json()['jobs_by_status']['uninitialized']))
@@ -22274,7 +22274,7 @@ class WatchedSlurmTest(CommandTest):
         self.assertIn('allocation of Slurm job 71: ', done.err)
         self.assertIn('job j1 is ready again: ', done.err)
         self.assertIn('4 jobs are ready, and there is no allocation', done.err)
-        self.assertIn('1 allocations submitted', done.err)
+        self.assertIn('1 allocation submitted', done.err)
         self.assertEqual({'ready'}, set(self.states().values()))
         rows = self.json('scheduled-compute-nodes list 1')['items']
         self.assertEqual([(71, 'complete'), (100, 'pending')],
@@ -22292,7 +22292,7 @@ class WatchedSlurmTest(CommandTest):
         self.preempt()
         done = self.watch('-r', '--profile', 'kestrel')
         self.assertIn('4 jobs are ready, and there is no allocation', done.err)
-        self.assertIn('1 allocations submitted', done.err)
+        self.assertIn('1 allocation submitted', done.err)
         self.assertEqual((1, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))
 
     def test_one_that_does_not_names_the_command_that_does(self):
@@ -22318,7 +22318,7 @@ class WatchedSlurmTest(CommandTest):
         self.begin(72, end_time=torc.format_time(time.time() + 90))
         done = self.watch('--auto-schedule', '--auto-schedule-cooldown', 0, '--auto-schedule-threshold', 4, '--profile', 'kestrel')
         self.assertIn('4 jobs are ready, and allocations were lost', done.err)
-        self.assertIn('1 allocations submitted', done.err)
+        self.assertIn('1 allocation submitted', done.err)
         rows = self.json('scheduled-compute-nodes list 1')['items']
         self.assertEqual({(71, 'complete'), (72, 'active'), (100, 'pending')}, {(row['scheduler_id'], row['status']) for row in rows})
 
@@ -22358,7 +22358,7 @@ class WatchedSlurmTest(CommandTest):
         self.looks('cat "$fake"/job_*')
         done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
         self.assertIn('Attempting automatic recovery (attempt 1/1)\n', done.err)
-        self.assertRegex(done.err, r'Applied fixes: 1 OOM, 0 timeout\n\S+ 1 jobs run again\n\S+ Recovery initiated\. Resuming monitoring')
+        self.assertRegex(done.err, r'Applied fixes: 1 OOM, 0 timeout\n\S+ 1 job runs again\n\S+ Recovery initiated\. Resuming monitoring')
         self.assertIn('Applied fixes: 1 OOM, 0 timeout\n', read_text(glob.glob(glob.escape(self.world.path('torc_output')) + '/watch_*.log')[0]))
         self.assertEqual(2, self.json('workflows get 1')['run_id'])
         self.assertEqual({'j1': 'ready', 'j2': 'completed', 'j3': 'completed', 'j4': 'completed'}, self.states())
@@ -22366,6 +22366,7 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual([(71, 'complete'), (100, 'pending')],
                          [(row['scheduler_id'], row['status']) for row in rows])
         self.let_fail(137)
+        self.fakes.write('squeue', 'cat "$fake"/job_*')
         words = 'jobs failed again after 1 recoveries (--max-retries)'
         for _ in range(2):      # as scrontab starts it
             self.assertIn(words, self.watch('-r', '-m', 1, '--once', '--profile', 'kestrel', code=1).err)

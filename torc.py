@@ -30791,11 +30791,9 @@ class Supervision:
         kept, self.database_id = lock.read(), session.client.database_id
         is_same = kept.get('database_id') == self.database_id   # numbers mean something else in another one
         self.watcher = Watcher(args, kept if is_same else {}, time.time())
-        self.reason = ''        # last reported
+        self.said = {}          # type: Dict[str, str]  # the last of each topic; see say_once()
         self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
-        self.brought = ''       # what was last said of them
         self.unread = ''        # why they cannot be read now
-        self.counts = ''        # ... and last counts of jobs
         self.refusal = ''       # why a recovery was refused, until it is reported
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
         name = 'compute_node_wait_for_healthy_database_minutes'
@@ -30808,44 +30806,35 @@ class Supervision:
         show = self.session.inform if level == 'info' else self.session.report
         show(printable_line(f'{format_time(time.time())} {message}'))
 
-    def run(self, wakeup: Wakeup) -> int:
+    def say_once(self, topic: str, message: str, level: str = 'info') -> None:
+        """Say something, unless it is what was last said of the topic."""
+        if message and message != self.said.get(topic):
+            self.say(message, level)
+        self.said[topic] = message
+
+    def run(self) -> int:
         """Watch until the end or a signal; the exit code."""
         self.keep()
-        if self.lock.doubt:
-            self.say(self.lock.doubt, 'warning')
+        self.say_once('lock', self.lock.doubt, 'warning')
         self.say(f'Watch started workflow_id={self.number} hostname={socket.gethostname()} '
                  f'output_dir={os.path.dirname(self.log.path)} log_file={os.path.basename(self.log.path)}')
-        while True:
-            began = time.monotonic()
-            try:
-                code = self.poll_patiently()
-            except KeyboardInterrupt:       # a signal, while a program of the user ran
-                return self.on_interrupt()
-            self.log.flush()
-            if code is None and self.args['once']:
-                code = 1
-                self.show_end('jobs are left', code)
-            if code is not None:
-                return code
-            self.session.client.close()     # an embedded database is for others meanwhile
-            if self.is_ended(wakeup, began + self.args['poll_interval']):
-                return self.on_interrupt()
-
-    def on_interrupt(self) -> int:
-        """A signal ends this watch; the exit code."""
-        self.say('interrupted; started again, it goes on')
-        self.show_end('interrupted', 130)
-        return 130
-
-    @staticmethod
-    def is_ended(wakeup: Wakeup, until: float) -> bool:
-        """Wait for the next poll; whether a signal came that ends us."""
-        while True:
-            left_s = until - time.monotonic()
-            if set(wakeup.wait(max(0.0, left_s))) - {signal.SIGCHLD}:
-                return True
-            if left_s <= 0:
-                return False
+        try:
+            with interrupted_by_signals():
+                while True:
+                    began = time.monotonic()
+                    code = self.poll_patiently()
+                    self.log.flush()
+                    if code is None and self.args['once']:
+                        code = 1
+                        self.show_end('jobs are left', code)
+                    if code is not None:
+                        return code
+                    self.session.client.close()     # an embedded database is for others meanwhile
+                    time.sleep(max(0.0, began + self.args['poll_interval'] - time.monotonic()))
+        except KeyboardInterrupt:       # what it was at is finished by the next one, as after a kill
+            self.say('interrupted; started again, it goes on')
+            self.show_end('interrupted', 130)
+            return 130
 
     def poll_patiently(self) -> Optional[int]:
         """One poll. A server that is away, or a database that others have, is waited for."""
@@ -30857,7 +30846,9 @@ class Supervision:
         except TorcError as error:
             self.say(error.message, 'error')
             raise
-        self.on_answer()
+        if self.silent_at is not None:
+            self.say(f'the server answers after {format_elapsed(time.monotonic() - self.silent_at)}')
+        self.silent_at = None
         return code
 
     def on_no_answer(self, error: TorcError) -> None:
@@ -30869,13 +30860,7 @@ class Supervision:
             self.say(f'given up: {error.message}', 'error')
             raise error
         limit = '' if will_go_on else f' for up to {format_elapsed(self.window_s)}'
-        self.say_once(f'waiting{limit}: {error.message}', 'warning')
-
-    def on_answer(self) -> None:
-        """The server has answered."""
-        if self.silent_at is not None:
-            self.say(f'the server answers after {format_elapsed(time.monotonic() - self.silent_at)}')
-        self.silent_at = None
+        self.say_once('state', f'waiting{limit}: {error.message}', 'warning')
 
     def poll(self) -> Optional[int]:
         """Steps until there is nothing to do but wait: None, or the exit code of the end."""
@@ -30897,8 +30882,12 @@ class Supervision:
                 self.finish(step)
                 return step.exit
             getattr(self, step.name)()
-        self.say_counts()
-        self.say_once(step.reason)
+        status = self.watcher.seen['status']
+        if self.args['show_job_counts']:
+            self.said.pop('counts', None)
+        counts = format_counts(status['jobs_by_status'])
+        self.say_once('counts', '; '.join([counts, *describe_nodes(status)]))
+        self.say_once('state', step.reason)
         return None
 
     def take_in_journals(self) -> None:
@@ -30910,10 +30899,8 @@ class Supervision:
         except OSError as error:
             brought = self.unread = printable_line(f'a journal cannot be read: {error}')
         except (Refused, BadInput) as error:
-            brought = text_of_failure(error)
-        if brought and brought != self.brought:
-            self.say(brought, 'warning')
-        self.brought = brought or self.brought
+            brought = error.message
+        self.say_once('journals', brought, 'warning')
 
     def look_around(self) -> None:
         """See how the workflow is."""
@@ -30950,51 +30937,35 @@ class Supervision:
             self.session.show_json({'workflow_id': self.number, 'is_complete': not code, 'reason': reason,
                                     **more})
 
-    def say_counts(self) -> None:
-        """The counts of jobs: as they change, or each time if that is asked for."""
-        status = self.watcher.seen['status']
-        text = '; '.join([format_counts(status['jobs_by_status']), *describe_nodes(status)])
-        if text != self.counts or self.args['show_job_counts']:
-            self.say(text)
-        self.counts = text
-
-    def say_once(self, reason: str, level: str = 'info') -> None:
-        """A reason to wait, unless it is still the same."""
-        if reason and reason != self.reason:
-            self.say(reason, level)
-        self.reason = reason
-
     # -------- steps --------
 
-    def look(self) -> None:
-        """Ask Slurm, and clean up after allocations that are gone."""
+    @staticmethod
+    @contextlib.contextmanager
+    def enduring(on_failure: Callable[[str], Any]) -> Iterator[None]:
+        """For a step whose failure does not end the watch: a full disk passes, too. No answer is waited for."""
         try:
-            found = clean_up_allocations(self.session, self.number)
+            yield
         except (Unreachable, Conflict):
             raise
         except (TorcError, OSError) as error:
-            found = {'doubts': [text_of_failure(error)]}
-        self.watcher.on_look(time.monotonic(), found['doubts'])
-        lines = [f"allocation of Slurm job {row['slurm_job_id']}: {row['reason']}"
-                 for row in found.get('allocations', ())]
-        lines += [f"job {row['job_name']} {word}: {row['reason']}" for key, word in (
-            ('requeued_job_details', 'is ready again'), ('failed_job_details', 'failed'))
-                  for row in found.get(key, ())]
-        for line in lines[:PROBLEMS_SHOWN]:
-            self.say(line, 'warning')
-        if len(lines) > PROBLEMS_SHOWN:
-            self.say(f'and {len(lines) - PROBLEMS_SHOWN} more', 'warning')
-        self.go_on_submitting()
+            on_failure(error.message if isinstance(error, TorcError) else printable_line(str(error)))
 
-    def go_on_submitting(self) -> None:
-        """Submit what a command that was killed, such as a watch, has left."""
-        try:
+    def look(self) -> None:
+        """Ask Slurm, clean up after allocations that are gone, and submit what a killed command has left."""
+        with self.enduring(lambda failure: self.watcher.on_look(time.monotonic(), [failure])):
+            found = clean_up_allocations(self.session, self.number)
+            self.watcher.on_look(time.monotonic(), found['doubts'])
+            lines = [f"allocation of Slurm job {row['slurm_job_id']}: {row['reason']}"
+                     for row in found['allocations']]
+            lines += [f"job {row['job_name']} {word}: {row['reason']}" for key, word in (
+                ('requeued_job_details', 'is ready again'), ('failed_job_details', 'failed'))
+                      for row in found[key]]
+            more = [f'and {len(lines) - PROBLEMS_SHOWN} more'] if len(lines) > PROBLEMS_SHOWN else []
+            for line in lines[:PROBLEMS_SHOWN] + more:
+                self.say(line, 'warning')
+        with self.enduring(lambda failure: self.say(f'no allocations: {failure}', 'warning')):
             for line in go_on_submitting(self.session, self.session.workflow(self.number)):
                 self.say(line, 'warning')
-        except (Unreachable, Conflict):
-            raise
-        except (TorcError, OSError) as error:
-            self.say(f'no allocations: {text_of_failure(error)}', 'warning')
 
     def count(self) -> None:
         """Ask for jobs without a plan."""
@@ -31005,56 +30976,49 @@ class Supervision:
         """Plan and submit allocations: for jobs without a plan, or, where nobody is at work, for all."""
         options = regenerate_options(self.args, self.settings())._replace(
             only_job_ids=self.watcher.unplanned or ())
-        failure = ''
-        try:
+        with self.enduring(self.on_no_submission):
             done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
-            if not done.get('allocations_submitted'):
-                failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
-                if self.watcher.num_allocations and not lacks_allocations(done):
-                    self.watcher.on_no_submission('')
-                    return self.say(f'no more allocations are submitted: {failure}')
-        except (Unreachable, Conflict):
-            raise
-        except (TorcError, OSError) as error:
-            failure = text_of_failure(error)
-        if failure:
-            self.watcher.on_no_submission(failure)
-            return self.say(f'no allocations: {failure}', 'warning')
-        self.say(f"{done['allocations_submitted']} allocations submitted")
-        self.watcher.on_submission()
-        self.keep()
+            failure = '; '.join(done['warnings']) or 'nothing was submitted'
+            if done['allocations_submitted']:
+                self.say(f"{counted(done['allocations_submitted'], 'allocation')} submitted")
+                self.watcher.on_submission()
+                self.keep()
+            elif self.watcher.num_allocations and not lacks_allocations(done):
+                self.watcher.on_no_submission('')
+                self.say(f'no more allocations are submitted: {failure}')
+            else:
+                self.on_no_submission(failure)
+
+    def on_no_submission(self, failure: str) -> None:
+        """None was submitted, though some are needed."""
+        self.watcher.on_no_submission(failure)
+        self.say(f'no allocations: {failure}', 'warning')
 
     def settings(self) -> Dict[str, Any]:
         """How the runners in new allocations work: where the workflow was made, for we may be elsewhere."""
-        output_dir = os.path.abspath(self.args['output_dir'])
-        return dict(plain_settings(output_dir), directory=base_directory(self.workflow))
+        return dict(plain_settings(self.args['output_dir']), directory=base_directory(self.workflow))
 
     def recover(self) -> None:
         """Run what failed again."""
         self.watcher.on_recovery()
         self.keep()
-        try:
+        with self.enduring(self.on_refusal):
             workflow = self.session.workflow(self.number)
             found = recover_workflow(self.session, workflow, self.args, self.settings(), self.journals)
-        except (Unreachable, Conflict):
-            raise
-        except (TorcError, OSError) as error:
-            self.refusal = text_of_failure(error)
-            return self.watcher.on_recovered(self.refusal)
-        self.watcher.on_recovered()
-        result = found.get('result') or {}
-        number = len(result.get('jobs_to_retry') or ())
-        if result.get('oom_fixed') or result.get('timeout_fixed'):
-            self.say(f"Applied fixes: {result['oom_fixed']} OOM, {result['timeout_fixed']} timeout")
-        self.say(f'{number} jobs run again')
-        self.say('Recovery initiated. Resuming monitoring...')
-        if found.get('next_command'):
-            self.say(f"to go on: {found['next_command']}")
+            self.watcher.on_recovered()
+            result = found['result']
+            if result['oom_fixed'] or result['timeout_fixed']:
+                self.say(f"Applied fixes: {result['oom_fixed']} OOM, {result['timeout_fixed']} timeout")
+            jobs = len(result['jobs_to_retry'])
+            self.say(f"{counted(jobs, 'job')} {'runs' if jobs == 1 else 'run'} again")
+            self.say('Recovery initiated. Resuming monitoring...')
+            if found.get('next_command'):
+                self.say(f"to go on: {found['next_command']}")
 
-
-def text_of_failure(error: Exception) -> str:
-    """What went wrong in a step, without an end of the watch: a full disk passes, too."""
-    return error.message if isinstance(error, TorcError) else printable_line(str(error))
+    def on_refusal(self, failure: str) -> None:
+        """It was not recovered."""
+        self.refusal = failure
+        self.watcher.on_recovered(failure)
 
 
 def cmd_watch(session: Session, args: Arguments) -> int:
@@ -31073,8 +31037,7 @@ def cmd_watch(session: Session, args: Arguments) -> int:
             stack.callback(log_file.close)
         with writing(f"the lock of a watch in {args['output_dir']}", '--output-dir'):
             lock = stack.enter_context(contextlib.closing(WatchLock(args['output_dir'], workflow['id'])))
-        wakeup = stack.enter_context(contextlib.closing(Wakeup()))
-        return Supervision(session, workflow, args, log_file, lock).run(wakeup)
+        return Supervision(session, workflow, args, log_file, lock).run()
 
 
 # ======== 20i. Remote commands: workers on other hosts ========
