@@ -10850,7 +10850,7 @@ def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool
 
     `run_id` is the run that the caller has looked at: where it is over, somebody else was first. With `files`
     (present file times) what changed runs again, too. Jobs whose failure is undecided stay so. A dry run
-    allows for jobs and allocations that are only to be cleaned up.
+    allows for jobs and allocations that are only to be cleaned up, and answers what get_demand() would.
     """
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
@@ -10881,11 +10881,12 @@ def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool
             'reset_job_ids': reset, 'requirements': changed, 'workflow_id': workflow_id,
             'message': f'Recovered workflow {workflow_id}: {len(reset)} jobs run again, as run {run_id}'}))
         to_run = ids_of_jobs(context, workflow_id, f'status IN ({READY}, {BLOCKED}) ORDER BY id')
+        demand = get_demand(context, workflow_id) if dry_run else None
     names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
     return {'workflow_id': workflow_id, 'run_id': run_id, 'reset_count': len(reset), 'to_run': to_run,
             'requirements': changed, 'changed': [
                 {'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
-                for job_id, reason in sorted(reasons.items())]}
+                for job_id, reason in sorted(reasons.items())], **({'demand': demand} if dry_run else {})}
 
 
 def check_recoverable(context: Context, workflow_id: int, job_ids: Ids, statuses: Sequence[int]) -> None:
@@ -23464,7 +23465,6 @@ class RegenerateOptions(Row):
     include_job_ids: Sequence[int] = ()     # as if they were left, too
     only_job_ids: Sequence[int] = ()        # of those that are left; empty: all
     includes_lost: bool = False             # ... among them jobs whose allocation is gone
-    overrides: Any = ()                     # job -> fields of its requirements, as they will be; () is none
     submits: bool = False
     is_dry_run: bool = False
     is_cleaned: bool = False        # queued and running allocations are known to be in the queue
@@ -23488,14 +23488,13 @@ class Demand(Row):
 def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
     """The Demand of a workflow from what get_demand() answers. BadInput for jobs that it does not have."""
     included, only = set(options.include_job_ids), set(options.only_job_ids)
-    overrides = dict(options.overrides)
     unknown = sorted((included | only).difference(found['job_ids']))
     if unknown:
         raise BadInput(f'the workflow has no job {first_of(unknown)}')
     rows = [index for index, (job_id, status) in enumerate(zip(found['job_ids'], found['statuses']))
             if status not in DONE_STATUSES or job_id in included]
     places = {found['job_ids'][row]: index for index, row in enumerate(rows)}
-    kinds, numbers = {kind['id']: kind for kind in found['kinds']}, {}  # type: Any, Dict[Tuple, int]
+    kinds, numbers = {kind['id']: kind for kind in found['kinds']}, {}  # type: Any, Dict[int, int]
     classes, class_numbers, others, num_left = [], [], [], 0    # type: Any, Any, List[int], int
     chains = {}     # type: Dict[int, List[Tuple[int, int]]]
     for index, row in enumerate(rows):
@@ -23503,16 +23502,14 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
         is_left = found['statuses'][row] in LEFT_STATUSES or job_id in included
         num_left += is_left and (job_id in only or not only)
         if is_left and not kind['has_labels']:
-            changed = overrides.get(job_id, {})
             if only and job_id not in only:
                 others.append(index)
             elif kind['in_chain']:
-                runtime_s = override_class(kind, changed).runtime_s
-                chains.setdefault(kind['scheduler_id'], []).append((index, runtime_s))
+                chains.setdefault(kind['scheduler_id'], []).append((index, kind['runtime_s']))
             else:
-                key = kind['requirements_id'], *sorted(changed.items())
-                number = numbers.setdefault(key, len(classes))
-                classes += [override_class(kind, changed)] if number == len(classes) else []
+                number = numbers.setdefault(kind['requirements_id'], len(classes))
+                if number == len(classes):
+                    classes.append(ResourceClass(*(kind[name] for name in ResourceClass._fields)))
         class_numbers.append(number)
     sets = [[places[job_id] for job_id in members if job_id in places] for members in found['sets']]
     graph = JobGraph([found['job_names'][row] for row in rows], class_numbers,
@@ -23520,16 +23517,6 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
     bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
     return Demand(graph, classes, list(places), bound_to, num_left, others, chains, found['run_id'],
                   found['newest_scheduler_id'], found['newest_allocation_id'])
-
-
-def override_class(kind: Dict[str, Any], changed: Dict[str, Any]) -> ResourceClass:
-    """What jobs of a class need, with the changes that are to come: fields of resource requirements."""
-    parsers = {'memory': ('memory_bytes', parse_memory), 'runtime': ('runtime_s', parse_duration)}
-    values = dict(kind)
-    for name, value in changed.items():
-        key, parse = parsers.get(name, (name, int))
-        values[key] = parse(value)
-    return ResourceClass(*(values[name] for name in ResourceClass._fields))
 
 
 class Renewal(Row):
@@ -29803,11 +29790,14 @@ def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) ->
             if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
 
 
-def plan_regeneration(session: Session, workflow: Dict[str, Any],
-                      options: RegenerateOptions) -> Regeneration:
-    """New schedulers, and links of chains, for the jobs that are left; what can be refused is."""
+def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
+                      found: Optional[Dict[str, Any]] = None) -> Regeneration:
+    """New schedulers, and links of chains, for the jobs that are left; what can be refused is.
+
+    `found` is what get_demand() will answer.
+    """
     number = workflow['id']
-    found = session.call('get_demand', workflow_id=number)
+    found = found or session.call('get_demand', workflow_id=number)
     demand, is_begun = read_demand(found, options), 'uninitialized' not in found['statuses']
     if not demand.num_left:
         return Regeneration(options, demand)
@@ -30303,11 +30293,10 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
         cleaned = found.cleaned if is_dry_run else {}       # else it has been done
         requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
         options = regenerate_options(args, settings)._replace(
-            include_job_ids=plan.answer['to_run'] if plan.answer else requeued, includes_lost=True,
-            overrides={job_id: new_values(change.corrections) for change in remedies.changes
-                       for job_id in change.job_ids},
-            submits=False, is_dry_run=True, is_cleaned=not cleaned.get('allocations'))
-        plan = plan._replace(allocations=plan_regeneration(session, found.workflow, options))
+            include_job_ids=() if plan.answer else requeued, includes_lost=True, submits=not is_dry_run,
+            is_dry_run=is_dry_run, is_cleaned=not cleaned.get('allocations'))
+        plan = plan._replace(allocations=plan_regeneration(session, found.workflow, options,
+                                                           (plan.answer or {}).get('demand')))
     return plan
 
 
@@ -30417,25 +30406,26 @@ def explain_nothing(session: Session, found: Evidence, plan: RecoveryPlan, args:
 
 # -------- doing it, and telling it --------
 
-def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: Arguments,
-                   settings: Dict[str, Any]) -> RecoveryPlan:
+def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: Arguments) -> RecoveryPlan:
     """The hook, which may veto; then the change; then the allocations: the plan with what came of it."""
-    number, workflow = found.workflow['id'], found.workflow
+    number, workflow, planned = found.workflow['id'], found.workflow, plan.allocations
     if plan.hook:
         run_hook(session, workflow, plan.hook)
     if plan.answer is not None:
         answer = session.call('recover_jobs', recovery_request(session, found, plan, args),
                               workflow_id=number)
-        plan, workflow = plan._replace(answer=answer), session.workflow(number)
-    return submit_recovered(session, workflow, plan, args, settings) if found.mode == 'slurm' else plan
+        workflow = session.workflow(number)
+        if planned and answer['to_run'] != plan.answer['to_run']:     # files have changed, by the hook, say
+            planned = plan_regeneration(session, workflow, planned.options)
+        plan = plan._replace(answer=answer)
+    return submit_recovered(session, workflow, plan._replace(allocations=planned)) if planned else plan
 
 
-def submit_recovered(session: Session, workflow: Dict[str, Any], plan: RecoveryPlan, args: Arguments,
-                     settings: Dict[str, Any]) -> RecoveryPlan:
+def submit_recovered(session: Session, workflow: Dict[str, Any], plan: RecoveryPlan) -> RecoveryPlan:
     """Submit allocations for what is left, and note that it was done."""
     number, run_id = workflow['id'], workflow.get('run_id')
     try:
-        submitted = regenerate_workflow(session, workflow, regenerate_options(args, settings))
+        submitted = perform_regeneration(session, workflow, plan.allocations)
     except TorcError as error:
         again = command_line(session, 'recover', number)
         error.message += f' (run {run_id} has begun; submit it with: {again})'
@@ -30455,7 +30445,7 @@ def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments
     args = dict(args, dry_run=False, retry_canceled=False)
     found = gather(session, workflow, args, journals)
     plan = plan_recovery(session, found, args, settings)
-    return describe_recovery(session, found, apply_recovery(session, found, plan, args, settings), args)
+    return describe_recovery(session, found, apply_recovery(session, found, plan, args), args)
 
 
 def count_retried(retried: Sequence[JobUse]) -> Dict[str, int]:
@@ -30710,7 +30700,7 @@ def cmd_recover(session: Session, args: Arguments) -> int:
             session.report(*format_plan(found, plan, style_of(session.err, os.environ)).splitlines())
             if not session.agrees(f'Recover workflow {workflow_id} so?'):
                 return 0
-        done = plan if is_dry_run else apply_recovery(session, found, plan, args, settings)
+        done = plan if is_dry_run else apply_recovery(session, found, plan, args)
     except TorcError as error:
         error.details = dict(error.details, workflow_id=workflow_id, dry_run=is_dry_run)
         raise
@@ -30942,7 +30932,7 @@ class Supervision:
     @staticmethod
     @contextlib.contextmanager
     def enduring(on_failure: Callable[[str], Any]) -> Iterator[None]:
-        """For a step whose failure does not end the watch: a full disk passes, too. No answer is waited for."""
+        """For a step whose failure does not end the watch: a full disk passes. No answer is waited for."""
         try:
             yield
         except (Unreachable, Conflict):
