@@ -32113,7 +32113,7 @@ A lease on the database
 
 Output
     Results are on stdout, messages on stderr. The text for people may change:
-    a script takes -f json, with the keys of Torc 1.0, or -f csv for lists.
+    a script takes -f json, with Torc's keys, or -f csv or -f tsv for lists.
         $ torc.py -f json jobs list 1 --status failed
         $ torc.py -f csv results list 1 >results.csv
         $ torc.py help exits                    # what exit codes mean
