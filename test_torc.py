@@ -7334,6 +7334,7 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'update_job': {'job_id': '$ready', 'body': {'name': 'new', 'command': 'false', 'priority': 5, 'labels': ['x'],
                                                 'resource_requirements_id': '$resource_requirements'}},
     'reset_workflow_status': {'force': True}, 'reset_job_status': {'failed_only': True},
+    'reset_jobs': {'dry_run': True},
     'delete_resource_requirements': {'workflow_id': '$empty_workflow'}, 'delete_resource_requirement': {'row_id': '$spare_requirements'},
     'create_failure_handler': {'body': dict(example('@FailureHandlerModel'), name='other')},
     'get_active_task_for_workflow': {'workflow_id': '$tasked_workflow'}, 'update_workflow_action': {'body': {'commands': ['y']}},
@@ -7822,7 +7823,7 @@ MORE_QUERY = {'list_failure_handlers': {'sort_by', 'reverse_sort'}, 'list_jobs':
 ADDED_OPERATIONS = set('''
     create_workflow_from_spec apply_spec runner_sync check_changes set_file_times stream_workflow_events stream_api_events get_api_stats
     explain_job explain_workflow list_workflow_statuses get_database snapshot_database backup_database get_dependency_graph
-    explain_waiting diagnose_workflow take_submission get_demand store_allocations recover_jobs classify_jobs
+    explain_waiting diagnose_workflow take_submission get_demand store_allocations recover_jobs classify_jobs reset_jobs
     observe_workflow list_unplanned_jobs replay_completions survey_allocations sync_allocations'''.split())
 
 
@@ -18949,44 +18950,32 @@ class WorkflowTest(CommandTest):
         self.assertExit(0, outcome, 'a will run again: ', 'b will run again: ')
         self.assertEqual({'completed': 1, 'ready': 1, 'blocked': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
 
-    def test_chosen_jobs_are_reset_and_what_waits_for_them_is_told(self):
+    def test_chosen_jobs_are_reset_together_and_what_waits_for_them_is_told(self):
         self.world.write('w.yaml', SAMPLE)
         self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        answer = self.json('jobs reset-status --status failed --workflow-id 1 --dry-run')
-        self.assertEqual((['bad'], ['tail']), ([job['name'] for job in answer['jobs']], [job['name'] for job in answer['downstream_jobs']]))
-        answer = self.json('jobs reset-status 4 --reinit')
-        self.assertEqual(([4], True), (answer['reset_job_ids'], answer['reinit']['applied']))
-        self.assertEqual(1, self.json('status 1')['jobs_by_status']['ready'])
+        for words in ('--status failed', '--return-code 3', '--status failed --status terminated,failed'):
+            answer = self.json(f'jobs reset-status {words} --workflow-id 1 --dry-run')
+            self.assertEqual((['bad'], ['tail']), ([job['name'] for job in answer['jobs']], [job['name'] for job in answer['downstream_jobs']]))
         answer = self.json('jobs reset-status --status terminated --workflow-id 1', 4)
         self.assertEqual(('No jobs in workflow 1 match status in [terminated].', 0), (answer['error'], answer['reset_count']))
-        self.assertExit(2, self.world.main('jobs', 'reset-status', 4, '--return-code', 3), 'give either')
-
-    def test_chosen_jobs_are_of_one_workflow(self):
-        self.make()
-        self.make()
-        for words, owners in ((('6', '2', '1'), 'job 2 is of workflow 1, job 6 is of workflow 2: give jobs of one workflow'),
-                              (('1', '--workflow-id', '2'), 'job 1 is of workflow 1: give jobs of workflow 2')):
-            self.assertExit(4, self.world.main('jobs', 'reset-status', *words, '--no-prompts'), owners)
-        self.assertEqual([1, 2], self.json('jobs reset-status 1 2 1 --workflow-id 1')['reset_job_ids'])
-
-    def test_statuses_of_several_options_add_up(self):
-        self.world.write('w.yaml', SAMPLE)
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        answer = self.json('jobs reset-status --status failed --status canceled,failed --workflow-id 1 --dry-run')
-        self.assertEqual(['bad', 'tail'], [job['name'] for job in answer['jobs']])
-
-    def test_jobs_of_a_workflow_at_work_are_reset_only_by_force(self):
-        self.world.write('w.yaml', SAMPLE)
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        for line, code, said in (('4 --return-code 3', 2, 'give either'), ('4 99', 4, 'workflow 1 has no job 99'), ('4 --workflow-id 2', 4, 'workflow 2')):
+            self.assertExit(code, self.world.main('jobs', 'reset-status', *line.split(), '--no-prompts'), said)
         client = self.world.connect()
         self.addCleanup(client.close)
-        node = {'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z',
-                'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1,
-                'compute_node_type': 'local', 'is_active': True}
-        client.create_compute_node(node)
+        client.create_compute_node({
+            'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0,
+            'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True})
+        client.create_scheduled_compute_node({'workflow_id': 1, 'scheduler_id': 7, 'scheduler_config_id': 1, 'scheduler_type': 'slurm', 'status': 'pending'})
         client.close()
-        self.assertExit(4, self.world.main('jobs', 'reset-status', 4, '--no-prompts'), 'workflow 1 is at work (1 compute node at work)')
-        self.assertExit(0, self.world.main('jobs', 'reset-status', 4, '--no-prompts', '--force'))
+        self.assertExit(4, self.world.main('jobs', 'reset-status', 4, '--no-prompts'), 'workflow 1 is at work (1 compute node at work')
+        with self.world.connect() as client, self.assertRaisesRegex(torc.Refused, 'has allocations'):
+            client.reset_jobs({'job_ids': [1, 4], 'reinit': True}, workflow_id=1)
+        self.assertEqual('failed', self.json('jobs get 4')['status'], 'all or nothing')
+        self.assertEqual('Reset 2 jobs. Run \'torc.py run 1\' to execute.\n', self.text('jobs reset-status 4 1 4 --no-prompts --force'))
+        self.assertEqual({'uninitialized': 4, 'completed': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
+        answer = self.json('jobs reset-status 4 --reinit --force')
+        self.assertEqual(([4], True), (answer['reset_job_ids'], answer['reinit']['applied']))
+        self.assertEqual({'ready': 1, 'blocked': 3, 'completed': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
 
     def test_a_finished_workflow_is_not_run_again_unasked(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')

@@ -7652,6 +7652,38 @@ def reset_job_status(context: Context, workflow_id: int, failed_only: bool = Fal
     return dict(answer, reset_type='failed_only') if failed_only else answer
 
 
+def reset_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
+    """Uninitialize chosen jobs and all that depends on them; with `reinit` they become ready, in a new run.
+
+    They are chosen by id, status or return code. `force` is for jobs that a runner has.
+    """
+    refuse_archived(workflow_state(context, workflow_id))
+    chosen = set(body.get('job_ids') or ())
+    check_owned(context, 'job', workflow_id, chosen)
+    if body.get('statuses'):
+        wanted = sql_list(STATUS_CODES[status] for status in body['statuses'])
+        chosen.update(ids_of_jobs(context, workflow_id, f'status IN {wanted}'))
+    if body.get('return_code') is not None:
+        chosen.update(context.ids('SELECT job_id FROM result WHERE workflow_id = ? AND is_current = 1 '
+                                  'AND return_code = ?', (workflow_id, body['return_code'])))
+    known = {job_id: {'job_id': job_id, 'name': name, 'status': STATUS_NAMES[status]}
+             for job_id, name, status in context.rows('SELECT id, name, status FROM job WHERE workflow_id = ?',
+                                                      (workflow_id,))}
+    if not (dry_run or body.get('force')):
+        refuse_active(context, workflow_id, 'reset')
+    with context.savepoint(keeps=not dry_run):
+        uninitialize(context, sorted(chosen))
+        downstream = downstream_of_uninitialized(context, workflow_id)
+        uninitialize(context, downstream)
+        recount_sets(context, workflow_id)
+        if body.get('reinit'):
+            reset_workflow_status(context, workflow_id, force=bool(body.get('force')))
+            initialize_jobs(context, workflow_id, only_uninitialized=True)
+        add_user_event(context, workflow_id, 'reset_jobs', updated_count=len(chosen))
+    return {'workflow_id': workflow_id, 'jobs': [known[job_id] for job_id in sorted(chosen)],
+            'downstream_jobs': [known[job_id] for job_id in downstream]}
+
+
 # -------- change detection --------
 
 MTIME_TOLERANCE_S = 0.01    # file systems and JSON round
@@ -11257,6 +11289,7 @@ MODELS = {
     'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:{any} '
         'files:{float?}',
     'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]! left:[@RunnerLeft]',
+    'ResetJobsRequest': 'job_ids:[int] statuses:[@JobStatus] return_code:int force:bool reinit:bool',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
         'sample_interval_seconds:int',
@@ -11624,6 +11657,7 @@ ROUTES = (
     route_to('GET', 'active_task', get_active_task_for_workflow),
     route_to('POST', 'reset_status', reset_workflow_status, query='force:bool'),
     route_to('POST', 'reset_job_status', reset_job_status, query='failed_only:bool'),
+    route_to('POST', 'reset_jobs', reset_jobs, body='ResetJobsRequest', query='dry_run:bool'),
     route_to('POST', 'process_changed_job_inputs', process_changed_job_inputs, query='dry_run:bool'),
     route_to('POST', 'check_changes', check_changes, body='CheckChangesRequest'),
     route_to('POST', 'set_file_times', set_file_times, body='SetFileTimesRequest'),
@@ -11761,7 +11795,8 @@ ROUTES = (
 
 
 OPERATIONS = {route.name: route for route in ROUTES}
-BULK_ENDINGS = ('/bulk_jobs', '/bulk_files', '/bulk_user_data', '/from_spec', '/apply_spec', '/recover_jobs')
+BULK_ENDINGS = ('/bulk_jobs', '/bulk_files', '/bulk_user_data', '/from_spec', '/apply_spec', '/recover_jobs',
+                '/reset_jobs')
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to theirs.
 OPEN_OPERATIONS = frozenset((
@@ -11777,7 +11812,8 @@ TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 't
 # Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
 # tells of them or their jobs, and the start of another.
 ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
-                           'recover_jobs', 'reset_job_status', 'reset_status', 'status', 'watch'))
+                           'recover_jobs', 'reset_job_status', 'reset_jobs', 'reset_status', 'status',
+                           'watch'))
 
 
 def is_about_runners(path: str) -> bool:
@@ -15856,14 +15892,6 @@ def refuse_at_work(client: Client, workflow_id: int, is_forced: bool,
     busy += describe_nodes(status)
     if busy and not is_forced:
         raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); {cure}, or give --force")
-
-
-def refuse_active_jobs(jobs: List[Dict[str, Any]], cure: str = 'cancel the workflow') -> None:
-    """Refuse while any of these jobs is in a runner's hands."""
-    active = [job['name'] for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_active]
-    if active:
-        names = first_of(active)
-        raise Refused(printable(f'jobs are pending or running: {names}; wait for their end, or {cure}'))
 
 
 def has_failed(counts: Dict[str, int]) -> bool:
@@ -26899,7 +26927,10 @@ def cmd_jobs_update(session: Session, args: Arguments) -> int:
 def cmd_jobs_delete(session: Session, args: Arguments) -> int:
     """Delete jobs: all, or none if one does not exist or is active."""
     jobs = [session.job(job_id) for job_id in dict.fromkeys(args['job_ids'])]
-    refuse_active_jobs(jobs)
+    active = [job['name'] for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_active]
+    if active:
+        raise Refused(f'jobs are pending or running: {first_of(active)}; wait for their end, '
+                      'or cancel the workflow')
     deleted = [session.call('delete_job', job_id=job['id']) for job in jobs]
     session.answer({'items': deleted}, format_lines(f"Deleted job {job['id']}" for job in deleted))
     return 0
@@ -26937,97 +26968,40 @@ def cmd_jobs_handlers(session: Session, args: Arguments) -> int:
 
 def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
     """Set jobs back to uninitialized; with --reinit they and what depends on them become ready."""
-    jobs = choose_jobs(session, args)
-    workflow_id = jobs[0]['workflow_id']
-    downstream = downstream_jobs(session, jobs)
+    chosen = [key for key in ('job_ids', 'status', 'return_code') if args[key] not in (None, [])]
+    if len(chosen) != 1:
+        raise BadInput('give either job ids, or --status, or --return-code')
+    first = session.job(args['job_ids'][0]) if args['job_ids'] else {}
+    workflow_id = args['workflow_id'] or first.get('workflow_id') or choose_workflow(session, args)
+    body = {'job_ids': args['job_ids'] or [], 'statuses': args['status'] or [],
+            'return_code': args['return_code']}
+    found = session.call('reset_jobs', body, workflow_id=workflow_id, dry_run=True)
+    jobs, downstream = found['jobs'], found['downstream_jobs']
+    job_ids = [job['job_id'] for job in jobs]
+    if not jobs:
+        words = (f"status in [{', '.join(args['status'])}]" if args['status'] else
+                 f"return code {args['return_code']}")
+        raise Refused(f'No jobs in workflow {workflow_id} match {words}.', reset_count=0, reset_job_ids=[],
+                      workflow_id=workflow_id)
     if args['dry_run']:
-        value = {'downstream_jobs': downstream, 'dry_run': True, 'jobs': [brief(job) for job in jobs],
-                 'reinit_requested': bool(args['reinit']), 'workflow_id': workflow_id}
-        lines = (f"would reset {job['id']} {job['name']} ({job['status']})" for job in jobs)
+        value = dict(found, dry_run=True, reinit_requested=bool(args['reinit']))
+        lines = [f"would reset {job['job_id']} {job['name']} ({job['status']})" for job in jobs]
         session.answer(value, format_lines(lines))
         return 0
-    if not args['force']:
-        refuse_active_jobs(jobs, 'give --force')
     refuse_at_work(session.client, workflow_id, args['force'])
     named = name_workflow(session, workflow_id)
     if not session.confirm(f"Reset the status of {counted(len(jobs), 'job')} of {named}?"):
         return 0
-    done, failures = reset_jobs(session, jobs)
-    if args['reinit']:
-        session.call('reset_workflow_status', workflow_id=workflow_id, force=args['force'])
-        session.call('initialize_jobs', workflow_id=workflow_id, only_uninitialized=True)
+    body = {'job_ids': job_ids, 'reinit': bool(args['reinit']), 'force': bool(args['force'])}
+    session.call('reset_jobs', body, workflow_id=workflow_id)
     value = {
-        'downstream_jobs': downstream, 'failures': failures,
+        'downstream_jobs': downstream, 'failures': [],
         'next_steps': f"Run '{start_line(session, workflow_id)}' to execute.",
         'reinit': {'applied': bool(args['reinit']), 'error': None, 'requested': bool(args['reinit'])},
-        'requested_job_ids': [job['id'] for job in jobs], 'reset_count': len(done), 'reset_job_ids': done,
-        'status': 'partial_failure' if failures else 'success', 'workflow_id': workflow_id}
-    session.answer(value, f"Reset {counted(len(done), 'job')}. {value['next_steps']}\n")
-    return Refused.exit if failures else 0
-
-
-def choose_jobs(session: Session, args: Arguments) -> List[Dict[str, Any]]:
-    """Jobs named by ids, by status, or by the return code of their result: exactly one of the three."""
-    chosen = [key for key in ('job_ids', 'status', 'return_code') if args[key] not in (None, [])]
-    if len(chosen) != 1:
-        raise BadInput('give either job ids, or --status, or --return-code')
-    if chosen == ['job_ids']:
-        jobs = [session.job(job_id) for job_id in dict.fromkeys(args['job_ids'])]
-        refuse_several_workflows(jobs, args['workflow_id'])
-        return jobs
-    workflow_id = choose_workflow(session, args)
-    if chosen == ['status']:
-        jobs = [job for status in dict.fromkeys(args['status'])
-                for job in session.items('list_jobs', workflow_id=workflow_id, status=status)]
-    else:
-        results = session.items('list_results', workflow_id=workflow_id, return_code=args['return_code'])
-        jobs = [session.job(result['job_id']) for result in results]
-    if not jobs:
-        words = (f"status in [{', '.join(args['status'])}]" if args['status'] else
-                 f"return code {args['return_code']}")
-        message = f'No jobs in workflow {workflow_id} match {words}.'
-        raise Refused(message, reset_count=0, reset_job_ids=[], workflow_id=workflow_id)
-    return jobs
-
-
-def refuse_several_workflows(jobs: List[Dict[str, Any]], workflow_id: Optional[int]) -> None:
-    """Refuse jobs of several workflows, or of another one than was named."""
-    owners = {job['workflow_id']: job['id'] for job in reversed(jobs)}
-    if len(owners) > 1 or workflow_id not in (None, *owners):
-        found = ', '.join(f'job {job_id} is of workflow {owner}' for owner, job_id in sorted(owners.items()))
-        wanted = 'one workflow' if workflow_id is None else f'workflow {workflow_id}'
-        raise Refused(f'{found}: give jobs of {wanted}')
-
-
-def brief(job: Dict[str, Any]) -> Dict[str, Any]:
-    """A job in a list of consequences."""
-    return {'job_id': job['id'], 'name': job['name'], 'status': job['status']}
-
-
-def downstream_jobs(session: Session, jobs: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """Jobs that wait for these, however far away."""
-    workflow_id, queue = jobs[0]['workflow_id'], [job['id'] for job in jobs]
-    found = dict.fromkeys(queue)    # type: Dict[int, Any]
-    while queue:
-        for job in session.items('list_jobs', workflow_id=workflow_id, upstream_job_id=queue.pop()):
-            if job['id'] not in found:
-                found[job['id']] = brief(job)
-                queue.append(job['id'])
-    return [found[job_id] for job_id in sorted(found) if found[job_id]]
-
-
-def reset_jobs(session: Session, jobs: List[Dict[str, Any]]) -> Tuple[List[int], List[Dict[str, Any]]]:
-    """Set jobs to uninitialized. Returns ids that were, and failures."""
-    run_id = session.workflow(jobs[0]['workflow_id']).get('run_id', 0)
-    done, failures = [], []
-    for job in jobs:
-        try:
-            session.call('manage_status_change', job_id=job['id'], status='uninitialized', run_id=run_id)
-            done.append(job['id'])
-        except (Refused, NotFound, Conflict) as error:
-            failures.append({'job_id': job['id'], 'error': error.message})
-            session.report(f"job {job['id']}: {error.message}")
-    return done, failures
+        'requested_job_ids': job_ids, 'reset_count': len(jobs), 'reset_job_ids': job_ids,
+        'status': 'success', 'workflow_id': workflow_id}
+    session.answer(value, f"Reset {counted(len(jobs), 'job')}. {value['next_steps']}\n")
+    return 0
 
 
 # ======== 20b. Logs: results, what jobs wrote, and what they used ========
