@@ -2264,16 +2264,16 @@ BAD_SPECS = (
         ('mem: 1g, inputs: [f]', "unknown field 'mem', 'memory' is a field of resource_requirements", "unknown field 'inputs', did you mean 'input_files'?"),
         ('num_cpus: 1', "unknown field 'num_cpus', it is a field of resource_requirements"),
         ('depends_on: b', "depends_on must be a list, such as [b], not 'b'"),
-        ('depends_on: [b]', "depends_on: there is no job 'b'"),
+        ('depends_on: [b]', "depends_on: job 'b' not found"),
         ('priority: "5"', "priority must be a whole number, not '5': write it without quotes"),
         ('priority: -1', 'priority must be at least 0, not -1'),
         ('priority: 007', 'priority must be a whole number without leading zeros, not 007'),
         ('priority: 99999999999999999999', 'priority must be at most 9,223,372,036,854,775,807, not 99999999999999999999'),
         ('cancel_on_blocking_job_failure: yes', "cancel_on_blocking_job_failure must be true or false, not 'yes'"),
-        ('resource_requirements: r', "resource_requirements: there is no resource_requirements 'r'"),
-        ('failure_handler: h', "failure_handler: there is no failure_handler 'h'"),
-        ('scheduler: s', "scheduler: there is no slurm_scheduler 's'"),
-        ('input_files: [f]', "input_files: there is no file 'f'"),
+        ('resource_requirements: r', "resource_requirements: resource_requirements 'r' not found"),
+        ('failure_handler: h', "failure_handler: failure_handler 'h' not found"),
+        ('scheduler: s', "scheduler: slurm_scheduler 's' not found"),
+        ('input_files: [f]', "input_files: file 'f' not found"),
         ('depends_on_regexes: ["("]', "depends_on_regexes: '(' is not a regular expression: missing ), unterminated subpattern at character 1"),
         ('depends_on_regexes: ["^b"]', "depends_on_regexes: '^b' did not match any job name"),
         ('depends_on_regexes: ["a"]', 'waits for itself: a -> a'),
@@ -2312,12 +2312,12 @@ BAD_SPECS = (
     ('actions: [{trigger_type: on_workflow_start, %s}]', 'action 1: ', (
         ('action_type: run_commands', 'run_commands needs commands'),
         ('action_type: schedule_nodes', 'schedule_nodes needs scheduler', 'schedule_nodes needs scheduler_type'),
-        ('action_type: schedule_nodes, scheduler: s, scheduler_type: slurm', "scheduler: there is no slurm_scheduler 's'"),
+        ('action_type: schedule_nodes, scheduler: s, scheduler_type: slurm', "scheduler: slurm_scheduler 's' not found"),
         ('action_type: schedule_nodes, scheduler: s, scheduler_type: pbs', "scheduler_type must be one of slurm, local, not 'pbs'"),
     )),
     ('actions: [{trigger_type: on_jobs_ready, action_type: run_commands, commands: [x]%s}]', 'action 1: ', (
         ('', 'on_jobs_ready needs jobs or job_name_regexes'),
-        (', jobs: [ a ]', "jobs: there is no job 'a'"),
+        (', jobs: [ a ]', "jobs: job 'a' not found"),
     )),
     ('user_data: [{name: u, data: %s}]', "user_data 'u': ", (
         ('.nan', 'data holds NaN or infinity, which JSON cannot: put it in quotes'),
@@ -2355,15 +2355,15 @@ BAD_SPECS = (
         ('jobs: [{name: a, comand: c}]', "job 'a': command is missing", "job 'a': unknown field 'comand', did you mean 'command'?"),
         ('jobs: [{command: c}]', 'job 1: name is missing'),
         ('jobs: [a]', "job 1: must be a mapping, not 'a'"),
-        ('jobs: [{name: one, command: c}, {name: a, command: c, depends_on: [oen]}]', "job 'a': depends_on: there is no job 'oen', did you mean 'one'?"),
+        ('jobs: [{name: one, command: c}, {name: a, command: c, depends_on: [oen]}]', "job 'a': depends_on: job 'oen' not found, did you mean 'one'?"),
         ('jobs: [{name: a, command: c}, {name: a, command: d}]', "job 'a': the name 'a' is taken, in line 2: give each its own"),
         ('{files: [{name: f, path: p}, {name: f, path: p}, {name: g, path: g}], jobs: [{name: a, command: c, output_files: [f]}, {name: b, command: c, output_files: [g]}]}',
          "file 'f': the name 'f' is taken, in line 2: give each its own"),
         ('jobs: [{name: "", command: c}]', "job '': name must not be empty"),
         ('jobs: [{name: "a\\u0007", command: c}]', "job 'a\\x07': name holds the control character '\\x07': remove it"),
         ('jobs: [{name: a, command: "c\\0"}]', "job 'a': command holds the character '\\x00', which cannot be stored: remove it"),
-        ('jobs: [{name: a, command: "c ${files.input.f}"}]', "job 'a': command: there is no file 'f'"),
-        ('jobs: [{name: a, command: "c ${user_data.output.u}"}]', "job 'a': command: there is no user_data 'u'"),
+        ('jobs: [{name: a, command: "c ${files.input.f}"}]', "job 'a': command: file 'f' not found"),
+        ('jobs: [{name: a, command: "c ${user_data.output.u}"}]', "job 'a': command: user_data 'u' not found"),
         ('{jobs: [{name: a, command: "c ${user_data.input.u}"}], user_data: [{name: u}]}',
          "job 'a': command: user_data 'u' has no data to put here: list it under input_user_data or output_user_data, and read or write it while the job runs"),
         ('{jobs: [{name: a, command: c, input_files: [f], output_files: [g]}, {name: b, command: c, input_files: [g], output_files: [f]}], files: [{name: f, path: f}, {name: g, path: g}]}',
@@ -2549,7 +2549,7 @@ class SpecTest(unittest.TestCase):
         self.assertEqual(["3:5: job 'a': command is missing",
                           "4:5: job 'a': unknown field 'comand', did you mean 'command'?",
                           "7:5: job 'b': priority must be at least 0, not -1",
-                          "8:5: job 'b': depends_on: there is no job 'z'", "11:1: workflow: unknown field 'foo'"], problems_of(text))
+                          "8:5: job 'b': depends_on: job 'z' not found", "11:1: workflow: unknown field 'foo'"], problems_of(text))
 
     def test_a_spec_must_be_a_mapping_with_a_name(self):
         for text, wanted in (('[1]', ['1:1: a workflow must be a mapping with name and jobs, not a list']),
@@ -3773,9 +3773,9 @@ class StateTest(ScenarioTest):
             self.assertScenarios(self.DECIDED, STATUS=status, NEXT=after)
         self.assertScenarios(self.HELD)
         stranger = self.node(self.create('b:'))
-        self.assertRefused('has no compute node', 'start_job', job_id=self.job_id('a'), run_id=1, compute_node_id=stranger)
+        self.assertRefused('not found in workflow', 'start_job', job_id=self.job_id('a'), run_id=1, compute_node_id=stranger)
         self.act('reset forced; reset jobs')
-        self.assertRefused('has no job 4', 'update_job', {'depends_on_job_ids': [4]}, id=self.job_id('a'))     # of another workflow
+        self.assertRefused('job 4 not found', 'update_job', {'depends_on_job_ids': [4]}, id=self.job_id('a'))     # of another workflow
 
     def test_a_node_that_ended_stays_ended(self):
         node_id = self.node(self.create('a:'))
@@ -3912,7 +3912,7 @@ class ActionTest(ScenarioTest):
         mine, other = self.create('a:'), self.create('a:')
         scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': other, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
         action = {'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes', 'workflow_id': mine}
-        refused = f'workflow {mine} has no slurm scheduler {scheduler_id}'
+        refused = f'slurm scheduler {scheduler_id} not found in workflow {mine}'
         self.assertRefused(refused, 'create_workflow_action', dict(action, action_config={'scheduler_id': scheduler_id}), workflow_id=mine)
         made = self.call('create_workflow_action', dict(action, action_config={'scheduler_id': 0}), workflow_id=mine)
         self.assertRefused(refused, 'update_workflow_action', {'scheduler_id': scheduler_id}, workflow_id=mine, action_id=made['id'])
@@ -4555,7 +4555,7 @@ class ApplySpecTest(ServiceTest):
             with self.subTest(text):
                 self.assertRefused(text, 'apply_spec', body, id=workflow_id)
                 self.assertUnchanged(before)
-        self.assertRefused('no workflow 99', 'apply_spec', self.plan(), id=99)
+        self.assertRefused('workflow 99 not found', 'apply_spec', self.plan(), id=99)
         self.assertEqual(torc.MAX_BULK_BODY_BYTES, torc.body_limit(torc.API_PREFIX + '/workflows/7/apply_spec'))
 
     def test_groups_of_the_file_are_linked_by_who_may(self):
@@ -5297,8 +5297,8 @@ class SpawnTest(ScenarioTest):
         for rows, text in (
                 ([{'name': 'a'}, {'name': 'a'}], "the name 'a' stands twice"),
                 ([{'name': 'a', 'depends_on': ['b']}, {'name': 'b', 'depends_on': ['a']}], 'wait for each other: a -> b -> a'),
-                ([{'name': 'a', 'depends_on': ['nobody']}], "depends on 'nobody', which does not exist"),
-                ([{'name': 'a', 'resource_requirements': 'huge'}], "has no resource requirements 'huge'"),
+                ([{'name': 'a', 'depends_on': ['nobody']}], "job 'nobody' of its depends_on not found"),
+                ([{'name': 'a', 'resource_requirements': 'huge'}], "resource requirements 'huge' not found"),
                 ([{'name': 'a', 'priority': -1}], 'priority is -1'),
                 ([{'name': 'a', 'labels': ['a,b']}], 'without commas and outer blanks'),
                 ([{'name': 'a', 'priorty': 1}], "there is no field jobs[0].priorty, did you mean 'priority'?"),
@@ -5309,7 +5309,7 @@ class SpawnTest(ScenarioTest):
         self.assertRefused('jobs[0].command is missing', 'spawn_jobs', {'jobs': [{'name': 'a'}]}, id=job_id)
         self.assertRefused("has a job 'old' already, which lineage 'other'", 'spawn_jobs',
                            {'jobs': [old], 'lineage': 'other'}, id=job_id)
-        self.assertRefused('there is no job 999', 'spawn_jobs', {'jobs': []}, id=999)
+        self.assertRefused('job 999 not found', 'spawn_jobs', {'jobs': []}, id=999)
         self.assertUnchanged(before)
 
 
@@ -5383,8 +5383,8 @@ class ExplanationTest(ScenarioTest):
 
     def test_every_job_has_its_reason(self):
         self.assertScenarios(self.SCENARIOS)
-        self.assertRefused('there is no job 99', 'explain_job', id=99)
-        self.assertRefused('there is no workflow 99', 'explain_workflow', id=99)
+        self.assertRefused('job 99 not found', 'explain_job', id=99)
+        self.assertRefused('workflow 99 not found', 'explain_workflow', id=99)
 
     def see_told(self) -> List[str]:
         """Level, code and length of the message of failures that became events."""
@@ -5458,7 +5458,7 @@ class TaskTest(ServiceTest):
         task = self.begin(workflow_id)
         self.assertEqual(('failed', True), (task['status'], 'is archived; unarchive it first' in task['error']))
         self.assertEqual(0, self.call('get_workflow', id=workflow_id)['run_id'])
-        self.assertRefused('there is no task 2', 'get_task', id=2)
+        self.assertRefused('task 2 not found', 'get_task', id=2)
 
 
 # ======== 8e. Nodes ========
@@ -6069,7 +6069,7 @@ class SubmissionRecordTest(ScenarioTest):
 
         without its scheduler nothing is submitted and nobody is held up
           a
-          take new=1; unschedule; take action -> refused='has no slurm scheduler'
+          take new=1; unschedule; take action -> refused='not found in workflow'
           take -> got= left=0 records=
 
         what on_jobs_ready names is all that its allocations are for
@@ -6341,7 +6341,7 @@ class GroupTest(ServiceTest):
         for wanted, names in (([self.workflow_id, first['id']], ['none', 'chemists']), ([], ['none']), ([self.workflow_id, first['id'], other], [])):
             self.assertEqual(wanted, [item['id'] for item in self.call('list_workflows', access_group=names)['items']])
         self.assertRefused('already', 'add_workflow_to_group', **both)
-        self.assertRefused('no access group 99', 'add_workflow_to_group', id=self.workflow_id, group_id=99)
+        self.assertRefused('access group 99 not found', 'add_workflow_to_group', id=self.workflow_id, group_id=99)
         self.assertEqual(link, self.call('remove_workflow_from_group', **both))
         self.assertRefused('has no access', 'remove_workflow_from_group', **both)
 
@@ -6355,7 +6355,7 @@ class GroupTest(ServiceTest):
             found = self.call('check_workflow_access', workflow_id=self.workflow_id, user_name=user)
             self.assertEqual((has_access, user, self.workflow_id), (found['has_access'], found['user_name'], found['workflow_id']))
             self.assertIn(reason, found['reason'])
-        self.assertRefused('no workflow 99', 'check_workflow_access', workflow_id=99, user_name='ann')
+        self.assertRefused('workflow 99 not found', 'check_workflow_access', workflow_id=99, user_name='ann')
         self.as_user('cy')
         self.assertFalse(self.call('check_workflow_access', workflow_id=99, user_name='cy')['has_access'])
 
@@ -6684,7 +6684,7 @@ class ReplayTest(ScenarioTest):
             self.entry(), self.entry())
         self.assertEqual(([[self.job_id('a'), 1]], 1), (answer['accepted'], answer['known']))
         self.assertEqual([
-            'job_id: workflow 2 has no job 99', 'job_id: workflow 2 has no job 1', 'workflow_id of the result is 1, and 2 in the request',
+            'job_id: job 99 not found in workflow 2', 'job_id: job 1 not found in workflow 2', 'workflow_id of the result is 1, and 2 in the request',
             'status of the result is completed, and failed in the request',
             "job 2 is 'a' here, and 'z' in the journal", "it is of a workflow with the same id in another database, and not of this server's",
             'it is of run 2, and not of run 1', "a job cannot complete as 'ready'", "files: 'x' is not the id of a file"], [row['message'] for row in answer['rejected']])
@@ -7072,19 +7072,19 @@ class ApiTest(ServiceTest):
     SPEC = 'POST /workflows/from_spec'
     # What is asked for, with which body, the status, and what the answer says. What each field must refuse: MistakeTest.
     MISTAKES = (
-        ('GET /nowhere', None, 404, 'nothing at'), ('PATCH /workflows/1', None, 405, 'takes DELETE, GET, PUT'),
+        ('GET /nowhere', None, 404, 'nowhere not found'), ('PATCH /workflows/1', None, 405, 'takes DELETE, GET, PUT'),
         ('GET /workflows/x', None, 400, 'must be an integer'), ('GET /workflows/' + '9' * 19, None, 422, 'beyond 64 bits'),
-        ('GET /workflows/99999', None, 404, 'no workflow 99999'), ('GET /jobs', None, 400, 'workflow_id is missing'),
+        ('GET /workflows/99999', None, 404, 'workflow 99999 not found'), ('GET /jobs', None, 400, 'workflow_id is missing'),
         ('POST /events', b'{"workflow_id": 1, "data": 1e999}', 422, 'must be between'), ('POST /jobs', [1], 422, 'must be an object'),
         ('POST /jobs', dict(JOB, env={'A': 1}), 422, 'env.A must be text'), ('POST /jobs', dict(JOB, status='happy'), 422, 'one of uninitialized'),
-        ('POST /jobs', dict(JOB, input_file_ids=[77]), 422, 'has no file 77'), ('POST /jobs', {'workflow_id': 1, 'name': 'n'}, 422, 'command is missing'),
+        ('POST /jobs', dict(JOB, input_file_ids=[77]), 422, 'file 77 not found'), ('POST /jobs', {'workflow_id': 1, 'name': 'n'}, 422, 'command is missing'),
         ('POST /resource_requirements', {'workflow_id': 1, 'name': 'r', 'memory': '1.5g'}, 422, "memory is '1.5g': write 1536m"),
         ('PUT /jobs/1/manage_status_change/completed/1', None, 422, 'is an end'), ('PUT /jobs/1/manage_status_change/gone/1', None, 422, 'unknown status'),
         ('POST /jobs/1/spawn_jobs', {'jobs': [], 'extra': 1}, 422, 'there is no field extra'),
         ('POST /workflows', {'name': 'x', 'user': 'u', 'access_groups': ['none']}, 422, "Unknown access group 'none'"),
         ('POST /workflows', {'name': 'x', 'user': 'u', 'access_groups': ['admin', 'admin']}, 422, 'twice'),
         ('PUT /jobs/1', dict(JOB, name='a', status='failed'), 422, 'immutable'), ('PUT /workflows/1', {'env': {'B': '2'}}, 422, 'immutable'),
-        ('POST /workflows/1/remote_workers', ['u@-x'], 422, 'is not a worker'), ('DELETE /workflows/1/remote_workers/z', None, 404, "no remote worker 'z'"),
+        ('POST /workflows/1/remote_workers', ['u@-x'], 422, 'is not a worker'), ('DELETE /workflows/1/remote_workers/z', None, 404, "remote worker 'z' not found"),
         (SPEC, planned(job={0: 'a\x1b'}), 422, 'control character'), (SPEC, planned(job={1: 7}), 422, 'not a plan'),
         (SPEC, planned(job={3: {'A': None}}), 422, 'must be text'), (SPEC, planned(job={9: [3]}), 422, 'not a plan'),
         (SPEC, planned(dependency_sets=[[-1]]), 422, 'must be between 0 and'), (SPEC, planned(kinds=[[{}, 0, None, None]]), 422, 'not a plan'),
@@ -7227,10 +7227,10 @@ class ApiTest(ServiceTest):
         for body, text in (({}, 'must be an object of the keys'), ({'num_allocations': True}, 'must be of type int'),
                            ({'nodes': 1}, "has no key 'nodes'"), (None, 'the body must be an object')):
             self.bad(422, text, 'PUT', own, body)
-        self.bad(404, 'has no action', 'PUT', f"/workflows/{other}/actions/{action['id']}", {'num_allocations': 1})
+        self.bad(404, 'not found in workflow', 'PUT', f"/workflows/{other}/actions/{action['id']}", {'num_allocations': 1})
         self.assertEqual([changed, commands], self.good('GET', path))
         self.good('DELETE', own)
-        self.bad(404, 'has no action', 'DELETE', own)
+        self.bad(404, 'not found in workflow', 'DELETE', own)
         self.assertEqual({'commands': ['y']}, self.good('PUT', f"{path}/{commands['id']}", {'commands': ['y']})['action_config'])
         self.bad(422, 'takes nothing else', 'PUT', f"{path}/{commands['id']}", {'num_allocations': 1})
 
@@ -7654,7 +7654,7 @@ class MistakeTest(LiveTest):
             for name, word in cases:
                 with self.undone():
                     status, value = self.request(route, dict(good, **{name: word}), body)
-                if not 400 <= status < 500 or name not in self.error_text(value) and 'nothing at' not in self.error_text(value):
+                if not 400 <= status < 500 or name not in self.error_text(value) and 'not found' not in self.error_text(value):
                     complaints.append(f'{route.name} {name}={word!r:.30}: {status} {value!r:.300}')
             for name in [name for name, field in query.items() if field.is_required]:
                 status, value = self.request(route, {key: item for key, item in good.items() if key != name}, body)
@@ -8184,7 +8184,7 @@ class StateFilesTest(WorldTest):
                 ('a link', lambda path: os.symlink(other, path), 'cannot read', 'is a symbolic link'),
                 ('a pipe', lambda path: os.mkfifo(path, 0o600), 'not a private file', 'not a regular file'),
                 ('no token', lambda path: torc.write_atomically(path, b'short'), 'holds no token', 'not a torc.py database'),
-                ('nothing', str, 'no token file', '')):
+                ('nothing', str, 'not found: TORC_TOKEN_FILE', '')):
             for read, path, text in ((torc.read_token, token, of_token), (torc.Store, self.database, of_database)):
                 if text:
                     with self.subTest(kind, path=path):
@@ -8568,7 +8568,7 @@ class ServerFilesTest(WorldTest):
         how = f"commands find it with --db {shlex.quote(self.world.path('my.db'))}\n"
         self.assertIn(how, self.world.server.out)
         self.assertExit(0, self.world.cli('--db', 'my.db', 'ping'))
-        self.assertExit(4, self.world.cli('ping'), 'there is no server')
+        self.assertExit(4, self.world.cli('ping'), 'not found, and no server')
         outcome = self.assertExit(0, self.world.cli('serve', '-d', 'other.db', '--port', 0, '--daemon'), 'commands find it with --db')
         os.kill(int(outcome.out.rpartition('to stop it: kill ')[2]), signal.SIGTERM)
         self.world.wait(lambda: not os.path.exists(self.world.path('other.db.connection')), 10, 'its end')
@@ -8915,7 +8915,7 @@ class PasswordFileTest(WorldTest):
                     self.assertEqual(['ann'], list(torc.read_users(path)))
                 else:
                     self.assertRaisesRegex(torc.Denied, 'other users may change', torc.read_users, path)
-        self.assertRaisesRegex(torc.BadInput, 'there is no password file', torc.read_users, path + '2')
+        self.assertRaisesRegex(torc.BadInput, 'password file .* not found', torc.read_users, path + '2')
         os.mkfifo(path + '3', 0o600)
         self.assertRaisesRegex(torc.Denied, 'a file of yours', torc.read_users, path + '3')
         self.assertRaisesRegex(torc.BadInput, 'cannot read', torc.read_users, self.world.write('latin', b'ann\xff:x'))
@@ -10173,7 +10173,7 @@ class WaitTest(WorldTest):
             (lambda workflow_id: complete(workflow_id, 'completed'), lambda answer: answer['jobs'][0]['name'] == 'b'),
             (lambda workflow_id: complete(workflow_id, 'failed'), lambda answer: answer['is_complete'] and not answer['jobs']),
             (lambda workflow_id: self.call('PUT', f'/workflows/{workflow_id}/cancel'), lambda answer: answer['is_canceled']),
-            (lambda workflow_id: self.call('DELETE', f'/workflows/{workflow_id}'), lambda answer: 'no workflow' in str(answer)),
+            (lambda workflow_id: self.call('DELETE', f'/workflows/{workflow_id}'), lambda answer: 'not found' in str(answer)),
             (lambda workflow_id: self.sync(workflow_id, 0, want=None, returned=[[self.first, 1]]),
              lambda answer: answer['jobs'][0]['name'] == 'a'))
         for number, (happen, is_expected) in enumerate(events):
@@ -10761,12 +10761,12 @@ class BackupTest(WorldTest):
                            ('notes.txt', 'is no database, and would be lost'), ('directory', 'Is a directory'),
                            ('other.db', 'other.db-wal is beside it')):
             self.assertExit(4, self.world.cli('serve', '--backup', name), text)
-        self.assertExit(2, self.world.cli('serve', '--backup', 'no/such/copy.db'), 'there is no directory')
+        self.assertExit(2, self.world.cli('serve', '--backup', 'no/such/copy.db'), 'for the backup not found')
         self.assertEqual((before, 'mine'), (self.world.read('my.db.token'), self.world.read('notes.txt')))
         self.world.server.send(signal.SIGTERM)
         self.assertExit(0, self.world.server.finish(20))
         self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '--backup', 'my.db'), 'belongs to the database itself')
-        self.assertExit(4, self.world.cli('serve', '-d', 'none.db', '--backup', 'copy.db'), 'there is no server and no')
+        self.assertExit(4, self.world.cli('serve', '-d', 'none.db', '--backup', 'copy.db'), 'none.db not found, and no server')
 
     def test_a_copy_that_fails_leaves_the_one_before_and_nothing_else(self) -> None:
         store, path = torc.Store(self.world.path('my.db')), self.world.path('copy.db')
@@ -11363,8 +11363,8 @@ class FindServerTest(WorldTest):
             $ run ../w.yaml -> 0: Using the database {here}/my.db (served at {my}); !is stored in
             $ workflows list -> 0: hello
             end
-            $ workflows list -> 4: there is no server and no database
-            $ workflows list -> 4: there is no server and no database
+            $ workflows list -> 4: torc.db not found, and no server
+            $ workflows list -> 4: torc.db not found, and no server
             $ run ../w.yaml -o more -> 0: !is stored in
             $ workflows list -> 0: hello; !Using
             $ --db my.db run ../w.yaml -o a -> 0: Workflow 1 (hello) is stored in the database {there}/my.db
@@ -11429,7 +11429,7 @@ class FindServerTest(WorldTest):
         os.unlink(self.world.path('my.db'))
         self.play('$ workflows list -> 3: was killed, and its database is gone')
         os.unlink(shlex.split(ways['to forget the server'])[1])
-        self.play('$ workflows list -> 4: there is no server and no database')
+        self.play('$ workflows list -> 4: torc.db not found, and no server')
 
     def test_a_server_of_another_host_is_not_judged_by_our_processes_and_not_replaced(self) -> None:
         self.play('serve my.db\nkill')
@@ -11492,7 +11492,7 @@ class FindServerTest(WorldTest):
             $ TORC_API_URL={url} TORC_WORKFLOW_ID=1 user-data create 1 -n e -> 0: !Used
             $ workflows reset-status 1 --no-prompts -> 0
             $ cancel 1 --no-prompts -> 0: Canceled {place}.
-            $ delete 1 2 --no-prompts -> 4: Deleted {place}; there is no workflow 2
+            $ delete 1 2 --no-prompts -> 4: Deleted {place}; workflow 2 not found
             ''')
 
     def test_a_copied_directory_acts_on_itself(self) -> None:
@@ -11716,8 +11716,8 @@ class ClientTest(WorldTest):
                 (torc.BadInput, 'bytes; 2097152 are allowed here',
                  lambda: client.create_workflow({'name': 'w', 'user': 'u', 'description': 'x' * 20000000})),
                 (torc.BadInput, "client.stream.'stream_workflow_events', ...", lambda: client.stream_workflow_events(workflow_id=1)),
-                (torc.NotFound, 'there is no workflow 77', lambda: client.get_workflow(id=77)),
-                (torc.NotFound, 'there is no workflow 77', lambda: next(client.stream('stream_workflow_events', workflow_id=77)))):
+                (torc.NotFound, 'workflow 77 not found', lambda: client.get_workflow(id=77)),
+                (torc.NotFound, 'workflow 77 not found', lambda: next(client.stream('stream_workflow_events', workflow_id=77)))):
             with self.subTest(text=text):
                 self.assertRaisesRegex(kind, text, call)
 
@@ -18000,7 +18000,7 @@ class PlotTest(WorldTest):
             path = self.world.path(name)
             if data is not None:
                 self.world.write(name, data)
-            with self.subTest(name), self.assertRaisesRegex(torc.BadInput, 'is no time series|there is no such file'):
+            with self.subTest(name), self.assertRaisesRegex(torc.BadInput, 'is no time series|not found'):
                 torc.write_plots([path], self.world.path('plots'))
         self.assertFalse(os.path.exists(self.world.path('plots')))
 
@@ -18302,7 +18302,7 @@ class WhichWorkflowTest(CommandTest):
     """Ids that are not given, and questions."""
 
     def test_without_an_id_and_a_terminal_the_candidates_are_told(self):
-        self.assertExit(4, self.world.main('status'), 'there is no server and no database')
+        self.assertExit(4, self.world.main('status'), 'torc.db not found, and no server')
         self.make()
         self.assertIn('Workflow has not been started', self.text('status'), 'the only one is meant')
         self.make()
@@ -18394,11 +18394,18 @@ class ObjectTest(CommandTest):
             number = self.json(f"user-data create 1 -n x{text.strip('[]')} -d '{text}'")['id']
             self.assertEqual(json.loads(text), self.json(f'user-data get {number}')['data'])
 
-    def test_an_unknown_id_is_exit_4(self):
+    def test_what_does_not_exist_is_not_found_and_exit_4(self):
         self.make()
-        for line in ('jobs get 99', 'files get 99', 'results delete 99', 'workflows get 99',
-                     'cancel 99 --no-prompts', 'logs 99 a', 'logs 1 nope', 'run 99'):
-            self.assertExit(4, self.world.main(*line.split()))
+        self.world.write('users', '')
+        for line in ('jobs get 99', 'jobs delete 99', 'jobs update 99 -n x', 'jobs reset-status 1 99 --no-prompts', 'jobs reset-status --status failed --workflow-id 99',
+                     'files get 99', 'files update 99 -n x', 'user-data get 99', 'user-data delete 99', 'resource-requirements get 99', 'failure-handlers get 99',
+                     'events delete 99', 'compute-nodes get 99', 'slurm get 99', 'slurm delete 99', 'scheduled-compute-nodes get 99', 'tasks wait 99',
+                     'results delete 99', 'workflows get 99', 'workflows update 99 -n x', 'workflows archive true 99', 'workflows init 99', 'workflows reset-status 99',
+                     'workflows delete-action 1 99 --no-prompts', 'workflows update-action 1 99 --num-allocations 1', 'status 99', 'explain 99',
+                     'cancel 99 --no-prompts', 'delete 99', 'logs 99 a', 'logs 1 nope', 'logs 1 99', 'run 99', 'submit 99', 'recover 99', 'watch 99', 'workflows sync-status 99',
+                     'workflows reconcile 99 1', 'jobs create 1 -n x -c x -i 99', 'access-groups get nobodies', 'access-groups get 99', 'htpasswd remove -f users x'):
+            with self.subTest(line):
+                self.assertExit(4, self.world.main(*line.split()), 'not found')
 
     def test_labels_and_priority_of_a_job_change(self):
         self.make()
@@ -18427,7 +18434,7 @@ class ObjectTest(CommandTest):
 
     def test_jobs_are_deleted_all_or_none(self):
         self.make()
-        self.assertExit(4, self.world.main('jobs', 'delete', 1, 2, 99), 'there is no job 99')
+        self.assertExit(4, self.world.main('jobs', 'delete', 1, 2, 99), 'job 99 not found')
         self.assertEqual(5, len(self.json('jobs list 1')['items']))
         client = self.world.connect()
         self.addCleanup(client.close)
@@ -18532,7 +18539,7 @@ class MonitorTest(CommandTest):
     def test_it_ends_after_its_time(self):
         self.make()
         self.assertExit(0, self.world.main('events', 'monitor', 1, '-d', '0.002', '--level', 'error'))
-        self.assertExit(4, self.world.main('events', 'monitor', 9, '-d', '1'), 'there is no workflow 9')
+        self.assertExit(4, self.world.main('events', 'monitor', 9, '-d', '1'), 'workflow 9 not found')
         self.assertExit(2, self.world.main('events', 'monitor', 1, '--level', 'loud'), 'debug, info, warning')
         self.assertExit(2, self.world.main('events', 'monitor', 1, '--filename', '/nowhere/x'), 'cannot write to /nowhere/x')
 
@@ -18738,7 +18745,7 @@ class ReasonTest(CommandTest):
 
         def call(client: Any, op: str, *values: Any, **params: Any) -> Any:
             if op in ('explain_job', 'explain_workflow', 'list_workflow_statuses', 'get_database'):
-                raise torc.NotFound('there is nothing at ' + op)
+                raise torc.NotFound(op + ' not found')
             return original(client, op, *values, **params)
         with unittest.mock.patch.object(torc.Client, 'call', call):
             self.assertIn('Workflow ended: 1 completed, 4 failed, 2 canceled', self.text('status 1'))
@@ -18849,7 +18856,7 @@ class TaskCommandTest(CommandTest):
                          (answer['status'], answer['task_status'], answer['message'], answer['error']))
         self.assertExit(1, self.world.main('workflows', 'init', 1, '--no-prompts'), 'torc: these jobs wait for each other: snake -> snake')
         self.assertExit(1, self.world.main('tasks', 'wait', 1), 'torc: these jobs wait for each other: snake -> snake')
-        self.assertExit(4, self.world.main('tasks', 'wait', 9), 'there is no task 9')
+        self.assertExit(4, self.world.main('tasks', 'wait', 9), 'task 9 not found')
 
 
 class ActionCommandTest(CommandTest):
@@ -18865,13 +18872,13 @@ class ActionCommandTest(CommandTest):
         self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2), 'nothing to change: give one of --scheduler-id')
         self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2, '--json', '[1]'), '--json requires an object')
         self.assertExit(4, self.world.main('workflows', 'update-action', 1, 2, '--json', '{"x": 1}'), "has no key 'x'")
-        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 9, '--num-allocations', 1), 'workflow 1 has no action 9')
+        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 9, '--num-allocations', 1), 'action 9 not found in workflow 1')
 
     def test_deleting_asks(self):
         self.make()
         self.assertExit(2, self.world.main('workflows', 'delete-action', 1, 2), 'Delete action 2 of workflow 1 (sample) of the database ')
         self.assertEqual('Deleted action 2\n', self.text('workflows delete-action 1 2 --no-prompts'))
-        self.assertExit(4, self.world.main('workflows', 'delete-action', 1, 2, '--no-prompts'), 'has no action 2')
+        self.assertExit(4, self.world.main('workflows', 'delete-action', 1, 2, '--no-prompts'), 'action 2 not found')
 
 
 class WorkflowTest(CommandTest):
@@ -18880,7 +18887,7 @@ class WorkflowTest(CommandTest):
     def test_a_workflow_of_another_user_is_not_deleted(self):
         self.make()
         outcome = self.assertExit(4, self.world.main('delete', 1, 7, '--no-prompts', env={'TORC_USERNAME': 'other'}), 'belongs to tester')
-        self.assertIn('there is no workflow 7', outcome.err)
+        self.assertIn('workflow 7 not found', outcome.err)
         self.assertExit(0, self.world.main('delete', 1, '--force'), 'Deleted workflow 1')
 
     def test_a_deletion_says_so_through_the_interface_and_the_command_shows_the_workflow_alone(self):
@@ -18958,7 +18965,7 @@ class WorkflowTest(CommandTest):
             self.assertEqual((['bad'], ['tail']), ([job['name'] for job in answer['jobs']], [job['name'] for job in answer['downstream_jobs']]))
         answer = self.json('jobs reset-status --status terminated --workflow-id 1', 4)
         self.assertEqual(('No jobs in workflow 1 match status in [terminated].', 0), (answer['error'], answer['reset_count']))
-        for line, code, said in (('4 --return-code 3', 2, 'give either'), ('4 99', 4, 'workflow 1 has no job 99'), ('4 --workflow-id 2', 4, 'workflow 2')):
+        for line, code, said in (('4 --return-code 3', 2, 'give either'), ('4 99', 4, 'job 99 not found in workflow 1'), ('4 --workflow-id 2', 4, 'workflow 2')):
             self.assertExit(code, self.world.main('jobs', 'reset-status', *line.split(), '--no-prompts'), said)
         client = self.world.connect()
         self.addCleanup(client.close)
@@ -19161,7 +19168,7 @@ class UsedResourcesTest(CommandTest):
         self.assertEqual({'files': ['plots/job_1.json', 'plots/summary.json']},
                          json.loads(self.text(f'-f json plot-resources {shlex.quote(path)} -o plots --format json -j 1')))
         for line, message in ((f'{shlex.quote(path)} -o w.yaml', 'cannot write plots to w.yaml: '), ('w.yaml', 'w.yaml is no time series'),
-                              ('', 'DB is missing'), ('none.db', 'none.db: there is no such file')):
+                              ('', 'DB is missing'), ('none.db', 'none.db not found')):
             self.assertIn(message, self.assertExit(2, self.world.main('plot-resources', *shlex.split(line))).err)
         self.assertEqual('There are no samples to draw\n', self.text(f'plot-resources {shlex.quote(path)} -j 7'))
 
@@ -19796,7 +19803,7 @@ class ExplainTest(CommandTest):
         self.text('cancel 1 --no-prompts')
         self.check(self.text('explain 1'), '\nWorkflow was canceled\n')
         self.assertEqual(['Run what failed or was canceled again: torc.py run 1 --retry-failed'], self.json('explain 1')['next_steps'])
-        self.assertExit(4, self.world.main('explain', '9'), 'there is no workflow 9')
+        self.assertExit(4, self.world.main('explain', '9'), 'workflow 9 not found')
 
     def test_diagnose_sets_time_beside_time(self):
         found = self.json('workflows diagnose 1')
@@ -20070,8 +20077,8 @@ class SubmitTest(SubmitCase):
         self.assertIn('--max-parallel-jobs 3', read_text(self.fakes.path('script')))
         self.assertExit(1, self.world.main('submit', 1), 'none of its actions is due')     # it was suppressed
         self.text('slurm create 1 -n chain -a proj --serialize-allocations -p main -e --exclusive')
-        for words, message in ((('--scheduler-config-id', 9), 'workflow 1 has no Slurm scheduler 9; it has 1 (s), 2 (chain)'),
-                               (('--scheduler-config-id', 'chains'), 'workflow 1 has no Slurm scheduler chains; it has 1 (s), 2 (chain)'),
+        for words, message in ((('--scheduler-config-id', 9), 'Slurm scheduler 9 not found in workflow 1; it has 1 (s), 2 (chain)'),
+                               (('--scheduler-config-id', 'chains'), 'Slurm scheduler chains not found in workflow 1; it has 1 (s), 2 (chain)'),
                                ((), '--scheduler-config-id is required: one of 1 (s), 2 (chain)'),
                                (('--scheduler-config-id', 2, '-j', 'x'), '--job-prefix does not go with serialize_allocations'),
                                (('--scheduler-config-id', 1, '-j', '-x'), '--job-prefix takes letters'),
@@ -20482,7 +20489,7 @@ class SlurmGenerateTest(WorldTest):
                 ('{name: x, jobs: [{name: a, command: b}]}', (), 'has no resource_requirements'),
                 ('[1]', (), 'a workflow must be a mapping'), ('{name: x, jobs: 1}', (), 'jobs must be a list'),
                 ('{name: x, jobs: [{name: a, comand: b}]}', (), "unknown field 'comand', did you mean 'command'?"),
-                ('{name: x, jobs: []}', ('--profile', 'kestrl'), "there is no profile 'kestrl', did you mean 'kestrel'?"),
+                ('{name: x, jobs: []}', ('--profile', 'kestrl'), "profile 'kestrl' not found, did you mean 'kestrel'?"),
                 (STAGED_SPEC, ('-o', 'x.kdl'), 'KDL is not written: give the file a name in .yaml or .json'),
                 (STAGED_SPEC, ('-o', '/no/such/dir/x.yaml'), 'cannot write'),
                 (json.dumps(dict(given, name='x', jobs=[{'name': 'a', 'command': 'b', 'resource_requirements': 'r'}])), (),
@@ -20643,9 +20650,9 @@ class RegenerateTest(SubmitCase):
 
     def test_mistakes_are_refused_before_anything_changes_and_jobs_that_fit_nothing_keep_their_actions(self):
         before = self.dump()
-        for words, code, message in ((('--include-job-ids', '3,99'), 2, 'the workflow has no job 99'),
+        for words, code, message in ((('--include-job-ids', '3,99'), 2, 'job 99 not found in the workflow'),
                                      (('--include-job-ids', '3,x'), 2, "'x' is not an id"),
-                                     (('--partition', 'nope'), 2, "kestrel has no partition 'nope'"),
+                                     (('--partition', 'nope'), 2, "partition 'nope' not found in kestrel"),
                                      (('--walltime', '0'), 2, "'0' is too short for an allocation")):
             self.assertExit(code, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', *words), message)
         self.assertEqual([line for line in before if 'INSERT INTO "job"' in line], [line for line in self.dump() if 'INSERT INTO "job"' in line])
@@ -20823,7 +20830,7 @@ class PlanAllocationsTest(WorldTest):
         found = json.loads(self.assertExit(0, self.world.main(*words, '--offline', '-p', 'medmem')).out)
         self.assertEqual([('medmem', 'default')] * 2, [(row['partition'], row['strategy']) for row in found['recommendations']])
         self.assertEqual(4, len(fakes.calls()))
-        self.assertExit(2, self.world.main(*words, '-p', 'medme'), "kestrel has no partition 'medme', did you mean 'medmem'?")
+        self.assertExit(2, self.world.main(*words, '-p', 'medme'), "partition 'medme' not found in kestrel, did you mean 'medmem'?")
         fakes.write('sinfo', 'echo no controller >&2; exit 1')
         self.assertExit(4, self.world.main(*words), 'no controller; to plan without it: --offline')
 
@@ -20859,7 +20866,7 @@ class HpcTest(WorldTest):
         self.assertIn('No partition fits: num_cpus 5 is more than 4', self.world.main('hpc', 'match', '--cpus', 5).out)
         found = json.loads(self.world.main('hpc', 'detect', '-f', 'json', env={'CLUSTER': 'dane'}).out)
         self.assertEqual('dane', found['name'])
-        self.assertExit(2, self.world.main('hpc', 'show', 'dan'), "there is no profile 'dan', did you mean 'dane'?")
+        self.assertExit(2, self.world.main('hpc', 'show', 'dan'), "profile 'dan' not found, did you mean 'dane'?")
 
     def test_a_cluster_that_was_asked_for_is_the_same_from_its_configuration(self):
         fakes = self.world.fake_slurm(sinfo='echo "main*|4|4000|2:00:00|gpu:2|4"; echo "x-stdby|4|4000|2:00:00||4"', scontrol='exit 0')
@@ -21001,8 +21008,8 @@ class ReconcileTest(WorldTest):
         said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'torc_output'))
         self.assertIn('2 file(s), 2 completion(s) (2 accepted', said.out)
         self.assertIn('_n2.db: it cannot be read whole (', said.err)
-        self.assertExit(2, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'nowhere'), 'there is no directory nowhere')
-        self.assertExit(4, self.world.main('workflows', 'reconcile', 7, 1), 'there is no workflow 7')
+        self.assertExit(2, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'nowhere'), 'directory nowhere not found')
+        self.assertExit(4, self.world.main('workflows', 'reconcile', 7, 1), 'workflow 7 not found')
         self.assertTrue(os.path.exists(good) and os.path.exists(bad))
 
     def test_the_run_that_it_needs_is_shown_by_status(self):
@@ -21747,10 +21754,10 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         before = self.state()
         self.world.write('a file', '')
         self.world.write('taken/job_stdio', '')
-        for argv, words in ((['--partition', 'none'], 'has no partition'), (['-o', 'a file'], 'a file: Not a directory; name another one'),
+        for argv, words in ((['--partition', 'none'], "partition 'none' not found"), (['-o', 'a file'], 'a file: Not a directory; name another one'),
                             (['-o', 'taken'], 'taken: job_stdio is not a directory; name another one'),
                             (['--memory-multiplier', '1000', '--retry-unknown'], None),
-                            (['--profile', 'nowhere'], "no profile 'nowhere'")):
+                            (['--profile', 'nowhere'], "profile 'nowhere' not found")):
             if words:
                 with self.subTest(words):
                     self.assertExit(2, self.world.main(*self.OPTIONS, *argv), words)
@@ -22094,7 +22101,7 @@ class WatchTest(CommandTest):
     def test_scripts_get_json_however_it_ends(self):
         self.make(self.PLAIN)
         done = self.assertExit(4, self.world.main('-f', 'json', 'watch', 9))
-        self.assertEqual({'status': 'error', 'error': 'there is no workflow 9', 'message': 'there is no workflow 9'}, done.json())
+        self.assertEqual({'status': 'error', 'error': 'workflow 9 not found', 'message': 'workflow 9 not found'}, done.json())
         with unittest.mock.patch('time.sleep', side_effect=KeyboardInterrupt):
             done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
         self.assertEqual((False, 'interrupted', 2), (done.json()['is_complete'], done.json()['reason'],
@@ -22111,7 +22118,7 @@ class WatchTest(CommandTest):
         for words, text in ((['--recovery-hook', ''], '--recovery-hook is empty'),
                             (['--recovery-hook', "a 'b"], '--recovery-hook "a \'b": No closing quotation'),
                             (['--ai-recovery'], '--ai-recovery needs --ai-agent PROGRAM'),
-                            (['--profile', 'kestral'], "there is no profile 'kestral', did you mean 'kestrel'?")):
+                            (['--profile', 'kestral'], "profile 'kestral' not found, did you mean 'kestrel'?")):
             self.assertExit(2, self.world.main('watch', 1, '--once', *words), text)
 
     def test_what_a_killed_watch_has_counted_holds_for_its_database(self):
@@ -22480,7 +22487,7 @@ class PasswordCommandTest(CommandTest):
         self.assertExit(0, self.feed('Open-Sesame', 'verify', '-f', 'users', 'ann'))
         for password, user in (('open-sesame', 'ann'), ('Open-Sesame', 'bob'), ('Open-Sesame', 'eve'), ('', 'ann')):
             self.assertExit(4, self.feed(password, 'verify', '-f', 'users', user))
-        self.assertExit(4, self.world.main('htpasswd', 'remove', '-f', 'users', 'eve'), "has no user 'eve'")
+        self.assertExit(4, self.world.main('htpasswd', 'remove', '-f', 'users', 'eve'), "user 'eve' not found")
         self.assertEqual(['# of the group', '', 'ann:HASH', 'bob:HASH'], self.lines())
 
     def test_a_line_alone_can_be_had(self):
@@ -22553,7 +22560,7 @@ class PasswordServeTest(CommandTest):
         self.assertExit(0, self.world.main('htpasswd', 'add', '-f', 'users', '-p', 'word of cy', '-c', 4, 'cy'))
         self.assertExit(4, self.as_user('cy', 'status', 1), 'user or password is wrong')
         reload = self.world.cli('htpasswd', 'remove', '-f', 'users', 'nobody', '--reload-auth')
-        self.assertExit(4, reload, 'has no user')
+        self.assertExit(4, reload, 'not found in users')
         self.assertExit(0, self.world.cli('htpasswd', 'add', '-f', 'users', '-p', 'word of dan', '-c', '4',
                                           'dan', '--reload-auth', '--url', self.world.url,
                                           '--server-password', 'word of bob', env={'TORC_USERNAME': 'bob'}), '4 users')
@@ -22580,7 +22587,7 @@ class PasswordServeTest(CommandTest):
                                            env={'TORC_CREDENTIAL_CACHE_TTL_SECS': 'soon'}),
                         "TORC_CREDENTIAL_CACHE_TTL_SECS is 'soon'")
         self.assertExit(2, self.world.main('serve', '--require-auth', '--no-auth'), 'contradict each other')
-        self.assertExit(2, self.world.main('serve', '--auth-file', 'nousers', '--port', 0), 'there is no password file nousers')
+        self.assertExit(2, self.world.main('serve', '--auth-file', 'nousers', '--port', 0), 'password file nousers not found')
         self.assertExit(2, self.world.main('serve', '--db', 'x.db', '--auth-file', 'users', '--no-auth',
                                            '--host', '0.0.0.0', '--port', 0), '--no-auth would let everybody')
         self.assertExit(2, self.world.main('serve', '--admin-user', 'a:b', '--port', 0), 'not a valid user name')
@@ -22631,7 +22638,7 @@ class PasswordServeTest(CommandTest):
         changes = (
             (20, lambda: let_in('another word'), lambda: let_in('word of ann'), 'user or password is wrong'),
             (0, lambda: let_in('another word'), lambda: None, 'user or password is wrong'),
-            (20, lambda: join('remove-user', 'team', 'ann'), lambda: join('add-user', 'team', 'ann'), 'ann has no access to workflow 3, or there is none'))
+            (20, lambda: join('remove-user', 'team', 'ann'), lambda: join('add-user', 'team', 'ann'), 'ann has no access to workflow 3, or it was not found'))
         join('create', 'team')
         for number, (minutes, take_away, give_back, reason) in enumerate(changes, 1):
             with self.subTest(reason=reason, minutes=minutes):

@@ -3900,7 +3900,7 @@ class Planner:
         hint = self.context.suggest(name, self.names[noun])
         if not hint and PARAMETER.search(name):
             hint = '; a template cannot be named: name its instances, or match them with a regular expression'
-        expansion.block.error(f"{key}: there is no {noun} '{shorten(name)}'{hint}", key)
+        expansion.block.error(f"{key}: {noun} '{shorten(name)}' not found{hint}", key)
 
     def find_matches(self, expansion: Expansion, noun: str, template: str, key: str) -> Tuple[int, ...]:
         """Indexes of the names that a regular expression of the current instance is found in."""
@@ -5852,7 +5852,7 @@ def workflow_state(context: Context, workflow_id: int) -> WorkflowState:
     row = context.one('SELECT id, run_id, is_canceled, is_archived, is_run_zero FROM workflow WHERE id = ?',
                       (workflow_id,))
     if row is None:
-        raise NotFound(f'there is no workflow {workflow_id}')
+        raise NotFound(f'workflow {workflow_id} not found')
     return WorkflowState(row[0], row[1], *map(bool, row[2:]))
 
 
@@ -5884,7 +5884,7 @@ def job_state(context: Context, job_id: int) -> JobState:
                       'EXISTS (SELECT 1 FROM dep_member WHERE job_id = job.id) FROM job WHERE id = ?',
                       (job_id,))
     if row is None:
-        raise NotFound(f'there is no job {job_id}')
+        raise NotFound(f'job {job_id} not found')
     return JobState(*row)
 
 
@@ -5893,7 +5893,7 @@ def get_row(context: Context, table: str, row_id: int) -> Values:
     found = context.select(table, 'WHERE id = ?', (row_id,))
     if not found:
         noun = table.replace('_view', '').replace('_', ' ')
-        raise NotFound(f'there is no {noun} {row_id}')
+        raise NotFound(f'{noun} {row_id} not found')
     return found[0]
 
 
@@ -5929,7 +5929,7 @@ def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[in
     owned = {row[0] for row in rows_by_ids(context, query, wanted)}     # of 100,000 jobs in 200 statements
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
-        raise Refused(f"workflow {workflow_id} has no {table.replace('_', ' ')} {missing[0]}")
+        raise Refused(f"{table.replace('_', ' ')} {missing[0]} not found in workflow {workflow_id}")
 
 
 # field of a body, table, whether a row that is gone may be named: results outlive their nodes
@@ -5947,8 +5947,8 @@ def check_references(context: Context, workflow_id: int, values: Values) -> None
         if values.get(field) is not None:
             owner = context.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (values[field],))
             if owner != workflow_id and not (owner is None and may_be_gone):
-                raise Refused(f"{field}: workflow {workflow_id} has no {table.replace('_', ' ')} "
-                              f"{values[field]}", field=field)
+                raise Refused(f"{field}: {table.replace('_', ' ')} {values[field]} not found in workflow "
+                              f'{workflow_id}', field=field)
 
 
 def check_stays(workflow_id: int, body: Values) -> None:
@@ -6062,7 +6062,7 @@ def may_use(context: Context, workflow_id: Optional[int], user: str) -> bool:
 def check_may_use(context: Context, workflow_id: Optional[int], what: str) -> None:
     """Refuse a limited caller what they have no access to, in the same words as what does not exist."""
     if not may_use(context, workflow_id, context.caller):
-        raise Denied(f'{printable(context.caller)} has no access to {what}, or there is none')
+        raise Denied(f'{printable(context.caller)} has no access to {what}, or it was not found')
 
 
 def is_system_admin(context: Context, user: str) -> bool:
@@ -6461,14 +6461,14 @@ def check_schedule(context: Context, workflow_id: int, config: Any) -> None:
     owner = context.value('SELECT workflow_id FROM slurm_scheduler WHERE id = ?', (scheduler_id,))
     # None: it may come later
     if config.get('scheduler_type') in (None, 'slurm') and owner not in (None, workflow_id):
-        raise Refused(f'action_config: workflow {workflow_id} has no slurm scheduler {scheduler_id}')
+        raise Refused(f'action_config: slurm scheduler {scheduler_id} not found in workflow {workflow_id}')
 
 
 def get_action(context: Context, workflow_id: int, action_id: int) -> Values:
     """One action of a workflow. NotFound if it has none of this id."""
     found = action_rows(context, 'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
     if not found:
-        raise NotFound(f'workflow {workflow_id} has no action {action_id}')
+        raise NotFound(f'action {action_id} not found in workflow {workflow_id}')
     return found[0]
 
 
@@ -7666,9 +7666,9 @@ def reset_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool =
     if body.get('return_code') is not None:
         chosen.update(context.ids('SELECT job_id FROM result WHERE workflow_id = ? AND is_current = 1 '
                                   'AND return_code = ?', (workflow_id, body['return_code'])))
+    rows = context.rows('SELECT id, name, status FROM job WHERE workflow_id = ?', (workflow_id,))
     known = {job_id: {'job_id': job_id, 'name': name, 'status': STATUS_NAMES[status]}
-             for job_id, name, status in context.rows('SELECT id, name, status FROM job WHERE workflow_id = ?',
-                                                      (workflow_id,))}
+             for job_id, name, status in rows}
     if not (dry_run or body.get('force')):
         refuse_active(context, workflow_id, 'reset')
     with context.savepoint(keeps=not dry_run):
@@ -8317,7 +8317,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
     """
     job = job_state(context, end['job_id'])
     if job.workflow_id != state.id:
-        raise NotFound(f'workflow {state.id} has no job {job.id}')
+        raise NotFound(f'job {job.id} not found in workflow {state.id}')
     check_run(state, end['run_id'])
     attempt_id, status = end.get('attempt_id') or job.attempt_id, STATUS_CODES[end['status']]
     if not STATUSES[status].is_final:
@@ -8535,7 +8535,7 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
     if assumed is None:
         refuse_ended(job, attempt_id, ends)
     if attempt_id > job.attempt_id and not report.get('is_witnessed'):      # a runner knows
-        raise Refused(f'job {job.id} has no attempt {attempt_id}: the current one is {job.attempt_id}')
+        raise Refused(f'attempt {attempt_id} of job {job.id} not found: the current one is {job.attempt_id}')
     is_held = job.compute_node_id is not None and node_id in (None, job.compute_node_id)
     if not is_held and job.compute_node_id is not None and context.value(
             'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,)):
@@ -8897,7 +8897,7 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
                           'did not spawn')
         for need in wanted:
             if need not in by_name and need not in needs:
-                raise Refused(f'job {name!r} depends on {need!r}, which does not exist')
+                raise Refused(f'job {name!r}: job {need!r} of its depends_on not found')
     ids = insert_jobs(context, workflow_id, spawned_models(context, workflow_id, lineage, jobs))
     by_name.update(zip(needs, ids))
     sets = [find_set(context, workflow_id, [caller.id, *map(by_name.get, wanted)])
@@ -8918,8 +8918,8 @@ def spawned_models(context: Context, workflow_id: int, lineage: str, jobs: List[
     for job in jobs:
         name = job.get('resource_requirements') or 'default'
         if name not in known:
-            raise Refused(f"job {job['name']!r}: workflow {workflow_id} has no resource requirements "
-                          f'{name!r}')
+            raise Refused(f"job {job['name']!r}: resource requirements {name!r} not found in workflow "
+                          f'{workflow_id}')
         models.append(dict(job, workflow_id=workflow_id, resource_requirements_id=known[name],
                            env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage}))
     return models
@@ -9045,7 +9045,7 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
     """Forget a remote worker."""
     if not context.run('DELETE FROM remote_worker WHERE workflow_id = ? AND worker = ?',
                        (workflow_id, worker)):
-        raise NotFound(f'workflow {workflow_id} has no remote worker {printable(worker)!r}')
+        raise NotFound(f'remote worker {printable(worker)!r} not found in workflow {workflow_id}')
     return {'worker': worker, 'workflow_id': workflow_id}
 
 
@@ -9504,8 +9504,8 @@ def hear_node(context: Context, workflow_id: int, node_id: int, body: Values) ->
     lease_s, identity = body.get('lease_s'), body.get('identity')
     is_other = row is not None and identity and (body.get('pid'), identity) != row[2:]
     if row is None or is_other:     # in an older copy of a database ids are given once more
-        raise Refused(f'workflow {workflow_id} has no compute node {node_id}: it was deleted, or this is an '
-                      'older copy of the database; register a new one', gone=True)
+        raise Refused(f'compute node {node_id} not found in workflow {workflow_id}: it was deleted, or this '
+                      'is an older copy of the database; register a new one', gone=True)
     if not row[0]:
         raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
                       gone=True)
@@ -10123,7 +10123,7 @@ def explain_integrity_error(error: sqlite3.Error, body: Any) -> TorcError:
     """A row that stands in another's way, whose table SQLite names, or that points at nothing."""
     taken = re.match(r'UNIQUE constraint failed: (\w+)', str(error))
     if not taken:
-        return Refused('the request refers to something that does not exist')
+        return Refused('the request refers to something that was not found')
     if taken.group(1) == 'ro_crate_entity':
         what = 'entity_id' if 'entity_id' in str(error) else 'file'
         return Refused(f'an RO-Crate entity already exists for this workflow/{what} link')  # 422, as in Torc
@@ -10421,7 +10421,7 @@ def check_workflow_access(context: Context, workflow_id: int, user_name: str) ->
     check_is_self(context, user_name)
     owner = context.value('SELECT user FROM workflow WHERE id = ?', (workflow_id,))
     if owner is None and not is_limited(context):
-        raise NotFound(f'there is no workflow {workflow_id}')
+        raise NotFound(f'workflow {workflow_id} not found')
     reason = ('is anybody' if user_name == ANONYMOUS else 'owns it' if owner == user_name else
               'is in a group that has access' if may_use(context, workflow_id, user_name) else
               'is an administrator' if is_system_admin(context, user_name) else '')
@@ -10536,7 +10536,7 @@ def backup_database(context: Context, body: Values) -> Values:
         return dict(copies.ask_backup(body['path']))
     found = next((backup for backup in copies.backups if backup['id'] == body['id']), None)
     if found is None:
-        raise NotFound(f"there is no backup {body['id']}")
+        raise NotFound(f"backup {body['id']} not found")
     return dict(found)
 
 
@@ -11841,7 +11841,7 @@ def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
         allowed = {other for other in ('DELETE', 'GET', 'POST', 'PUT') if match_route(other, tuple(parts))}
         if allowed:
             raise BadInput(f"{printable(path)} takes {', '.join(sorted(allowed))}, not {method}", http=405)
-        raise NotFound(f'there is nothing at {printable(path)}')
+        raise NotFound(f'{printable(path)} not found')
     pairs = zip(route_parts(route), parts)
     return route, {want[1:-1]: urllib.parse.unquote(part, errors='surrogateescape')
                    for want, part in pairs if want[0] == '{'}
@@ -11935,7 +11935,7 @@ def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]
         row_id = arguments[first]
         found = context.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (row_id,))
         if table == 'task' and (found is None or not may_use(context, found, context.caller)):
-            raise NotFound(f'there is no task {row_id}')    # as in Torc
+            raise NotFound(f'task {row_id} not found')    # as in Torc
         about.append((found, f"{table.replace('_', ' ')} {row_id}"))
     about += [(number, f'workflow {number}') for number in named_workflows(arguments.get('body'))]
     for workflow_id, what in about:
@@ -12147,7 +12147,7 @@ def read_token(path: str) -> str:
     try:
         token = read_private(path).strip()
     except FileNotFoundError:
-        raise Denied(f'there is no token file {path}: '
+        raise Denied(f'token file {path} not found: '
                      'TORC_TOKEN_FILE names that of a running server') from None
     if not re.match(r'[0-9A-Za-z_-]{32,200}\Z', token):
         raise Denied(f'{path} holds no token; `torc.py serve --new-token` makes one')
@@ -13148,7 +13148,7 @@ def read_users(path: str) -> Dict[str, str]:
     try:
         return parse_users(read_password_file(path), path)
     except FileNotFoundError:
-        raise BadInput(f'there is no password file {path}; '
+        raise BadInput(f'password file {path} not found; '
                        f'`torc.py htpasswd add -f {shlex.quote(path)} USER` makes one') from None
 
 
@@ -15197,7 +15197,7 @@ class Connector:
     def check_exists(self) -> None:
         """NotFound if a database would be made."""
         if not self.named_url and not self.registration and is_missing(self.database):
-            raise NotFound(f'there is no server and no database {self.database}: '
+            raise NotFound(f'database {self.database} not found, and no server: '
                            '`torc.py run FILE` or `torc.py create FILE` makes one')
 
     @property
@@ -17656,7 +17656,7 @@ def find_profile(name: Optional[str], config: HpcConfig) -> Profile:
     known = {profile.name: profile for profile in known_profiles(config)}
     if name and name not in known:
         names = [*known, LIVE_PROFILE]
-        raise BadInput(f"there is no profile '{shorten(name)}'{did_you_mean(name, names)}; "
+        raise BadInput(f"profile '{shorten(name)}' not found{did_you_mean(name, names)}; "
                        f"known: {', '.join(names)} (which asks sinfo)")
     found = known[name] if name else next(filter(is_here, known.values()), None)
     if found is None and not has_slurm_program('sinfo'):
@@ -23518,7 +23518,7 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
     included, only = set(options.include_job_ids), set(options.only_job_ids)
     unknown = sorted((included | only).difference(found['job_ids']))
     if unknown:
-        raise BadInput(f'the workflow has no job {first_of(unknown)}')
+        raise BadInput(f'job {first_of(unknown)} not found in the workflow')
     rows = [index for index, (job_id, status) in enumerate(zip(found['job_ids'], found['statuses']))
             if status not in DONE_STATUSES or job_id in included]
     places = {found['job_ids'][row]: index for index, row in enumerate(rows)}
@@ -25399,7 +25399,7 @@ class SeriesFile:
         self.path = path
         self.label = printable_line(re.sub(r'\Aresource_metrics_|\.db\Z', '', os.path.basename(path)))
         if not os.path.isfile(path):
-            raise BadInput(printable(f'{path}: there is no such file'))
+            raise BadInput(printable(f'{path} not found'))
         try:
             self.database = self.open('mode=ro')
         except sqlite3.OperationalError:    # WAL in a directory where nothing may be made: nobody writes it
@@ -26183,7 +26183,7 @@ def find_group(session: Session, word: str) -> int:
     for group in groups:
         if group['name'] == word:
             return group['id']
-    raise NotFound(f'there is no access group {word!r} that you may see; an id works, too')
+    raise NotFound(f'access group {word!r} not found among those that you may see; an id works, too')
 
 
 def shows(op: str, text: str = '') -> CommandFunction:
@@ -27331,7 +27331,8 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
     names = [job['name'] for job in session.items('list_jobs', limit=1000, workflow_id=workflow_id)]
     is_format = follows and word in ANSWER_FORMATS
     hint = f'; here -f follows the output: write `torc.py -f {word} logs`' if is_format else ''
-    raise NotFound(printable(f'workflow {workflow_id} has no job {word!r}{did_you_mean(word, names)}{hint}'))
+    near = did_you_mean(word, names)
+    raise NotFound(printable(f'job {word!r} not found in workflow {workflow_id}{near}{hint}'))
 
 
 # -------- bundles, and errors in logs --------
@@ -27347,7 +27348,8 @@ def cmd_logs_bundle(session: Session, args: Arguments) -> int:
             sizes = [add_member(bundle, name if os.path.dirname(name) else os.path.join(top, name), file)
                      for name, file in workflow_files(directory, workflow['id'], session.report)]
             if not sizes:
-                raise NotFound(f"no log of workflow {workflow['id']} is in {directory}; {WHERE_OUTPUT_IS}")
+                raise NotFound(f"logs of workflow {workflow['id']} not found in {directory}; "
+                               f'{WHERE_OUTPUT_IS}')
             found = {'workflow_id': workflow['id'], 'workflow_name': workflow['name'],
                      'workflow_description': workflow.get('description'), 'workflow_user': workflow['user'],
                      'collected_at': format_time(time.time()), 'files_collected': len(sizes),
@@ -27526,7 +27528,7 @@ def cmd_correct_resources(session: Session, args: Arguments) -> int:
         missing = set(args['job_ids']) - {use.job['id'] for use in uses}
         if missing:
             named = first_of(sorted(missing))
-            raise NotFound(f'workflow {workflow_id} has no result of a completed or failed job {named}')
+            raise NotFound(f'result of a completed or failed job {named} not found in workflow {workflow_id}')
         uses = [use for use in uses if use.job['id'] in args['job_ids']]
     uses = mark_stale(session, workflow_id, uses)
     attempts = session.items('list_results', workflow_id=workflow_id, all_runs=True)
@@ -27789,7 +27791,7 @@ def chosen_partitions(profile: Profile, name: Optional[str]) -> Sequence[Partiti
     found = [partition for partition in profile.partitions if name in (None, partition.name)]
     if not found:
         names = dict.fromkeys(partition.name for partition in profile.partitions)
-        raise BadInput(f"{profile.name} has no partition '{shorten(name)}'{did_you_mean(name, names)}; "
+        raise BadInput(f"partition '{shorten(name)}' not found in {profile.name}{did_you_mean(name, names)}; "
                        f"it has {', '.join(names)}")
     return found
 
@@ -28819,7 +28821,8 @@ def choose_scheduler(session: Session, workflow: Dict[str, Any], word: Optional[
     names = {item.get('name'): number for number, item in schedulers.items()}
     number = next(iter(schedulers)) if word is None else word if word in schedulers else names.get(word)
     if number is None:
-        raise NotFound(printable(f"workflow {workflow['id']} has no Slurm scheduler {word}; it has {named}"))
+        raise NotFound(printable(f"Slurm scheduler {word} not found in workflow {workflow['id']}; "
+                                 f'it has {named}'))
     return schedulers[number]
 
 
@@ -29484,7 +29487,7 @@ def cmd_reconcile(session: Session, args: Arguments) -> int:
     """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
     workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
     if is_missing(base_dir):
-        raise BadInput(printable(f'there is no directory {base_dir}: name the output directory of the '
+        raise BadInput(printable(f'directory {base_dir} not found: name the output directory of the '
                                  'runners, or one above it, with --base-dir'))
     session.workflow(workflow_id)   # refused before thousands of files are read
     journals, rejections, problems = replay_journals(session, workflow_id, run_id,
@@ -31321,14 +31324,14 @@ def change_password_line(path: str, user: str, stored: Optional[str]) -> bool:
         lines = read_password_file(path).splitlines()
     except FileNotFoundError:
         if stored is None:
-            raise NotFound(f'there is no password file {path}') from None
+            raise NotFound(f'password file {path} not found') from None
         lines = []
     if any(line.count(':') != 1 for line in lines if line.strip() and not line.strip().startswith('#')):
         raise BadInput(f'{path} is no password file: not all of its lines are USER:HASH. '
                        'It was not changed; give another one with -f')
     found = [index for index, line in enumerate(lines) if line.strip().partition(':')[0] == user]
     if stored is None and not found:
-        raise NotFound(f'{path} has no user {printable(user)!r}')
+        raise NotFound(f'user {printable(user)!r} not found in {path}')
     kept = [line for index, line in enumerate(lines) if index not in found]
     if stored is not None:
         kept.insert(found[0] if found else len(kept), f'{user}:{stored}')
@@ -31388,7 +31391,7 @@ def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
     """Whether a password is a user's: exit 0 or 4."""
     stored = read_users(args['file']).get(args['user'])
     if stored is None:
-        raise NotFound(f"{args['file']} has no user {printable(args['user'])!r}")
+        raise NotFound(f"user {printable(args['user'])!r} not found in {args['file']}")
     if not matches_password(stored, new_password(session, args, is_new=False)):
         raise Denied(f"this is not the password of {printable(args['user'])}")
     session.show('The password is right\n')
@@ -31441,7 +31444,7 @@ def back_up(session: Session, args: Arguments) -> int:
     if not path:
         raise BadInput('--backup takes the path of a file')
     if not os.path.isdir(os.path.dirname(path)):
-        raise BadInput(f'there is no directory {os.path.dirname(path)} for the backup')
+        raise BadInput(f'directory {os.path.dirname(path)} for the backup not found')
     named = args['db'] or session.options['db'] or os.environ.get('DATABASE_URL')
     database = '' if session.options['url'] or not named else served_database(session, args)
     client = Client.find(session.options['url'] or '', '' if database == IN_MEMORY else database)
