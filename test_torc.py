@@ -11406,11 +11406,15 @@ class FindServerTest(WorldTest):
                                           env={'TORC_API_URL': url}))
 
     def test_a_killed_server_is_an_error_that_names_the_ways_out_and_each_leads_on(self) -> None:
-        self.play('''
-            serve my.db --host 0.0.0.0
+        tls = Tls(self.world)
+        self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4))
+        options = (f'--auth-file {shlex.quote(self.world.path("users"))} --credential-cache-ttl-secs 9 --admin-user ann --admin-user bob --tls-cert '
+                   f'{shlex.quote(tls.certificate)} --tls-key {shlex.quote(tls.key)} --enforce-access-control --disable-admin-sql --disable-admin-sql-writes')
+        self.play(f'''
+            serve my.db --host 0.0.0.0 {options}
             $ workflows new -n served -> 0
             kill
-            $ workflows list -> 3: to start it again:   ; torc.py serve -d {quoted} --host 0.0.0.0 --port; --db {quoted};   -s
+            $ workflows list -> 3: to start it again:   ; torc.py serve -d {{quoted}} --host 0.0.0.0 {options} --port; --db {{quoted}};   -s
             $ delete 1 --no-prompts -> 3: was killed
             $ run ../w.yaml -> 3: was killed
             $ ping -> 3: was killed
@@ -11437,8 +11441,8 @@ class FindServerTest(WorldTest):
         self.world.environment['TORC_TEST_SETUP'] = 'torc.FIND_DEADLINE_S = torc.CONNECT_DEADLINE_S = 0.1'
         for url, text in ((server['url'], 'runs on host login2 and answers there only'),
                           ('http://192.0.2.1:1/x', 'cannot be reached (http://192.0.2.1')):
-            torc.write_atomically(path, json.dumps(dict(server, host='login2', url=url, candidates=[url], in_memory=True)).encode())
-            self.play(f'$ delete 1 --no-prompts -> 3: {text}; --host 127.0.0.1 --port; --in-memory; to forget the server:  ;  --db ')
+            torc.write_atomically(path, json.dumps(dict(server, host='login2', url=url, candidates=[url])).encode())
+            self.play(f'$ delete 1 --no-prompts -> 3: {text}; --host 127.0.0.1 --port; to forget the server:  ;  --db ')
 
     def test_a_runner_of_a_workflow_waits_for_a_server_that_is_started_again_and_not_for_what_does_not_pass(self) -> None:
         url = self.world.serve('-d', self.world.path('my.db'))

@@ -14519,6 +14519,21 @@ def own_addresses() -> List[str]:
     return [address for address in sorted(set(found), key=found.index) if not is_loopback(address)]
 
 
+def serve_words(options: ServerOptions) -> List[str]:
+    """Options of `serve` for a server that lets in whom this one lets in, and shows them the same."""
+    values = (('-d', options.database), ('--host', options.host),
+              ('--auth-file', os.path.abspath(options.auth_file) if options.auth_file else ''),
+              ('--credential-cache-ttl-secs', options.auth_file and f'{options.known_s:g}'),
+              *(('--admin-user', user) for user in options.administrators),
+              ('--tls-cert', options.tls_certificate), ('--tls-key', options.tls_key))
+    switches = (('--no-auth', not options.needs_token),
+                ('--enforce-access-control', options.enforces_access),
+                ('--disable-admin-sql', not options.allows_sql),
+                ('--disable-admin-sql-writes', not options.allows_sql_writes),
+                ('--in-memory', options.snapshot_interval_s is not None))
+    return [word for pair in values if pair[1] for word in pair] + [name for name, is_on in switches if is_on]
+
+
 @contextlib.contextmanager
 def connection_file(options: ServerOptions, urls: List[str], server_id: str,
                     goes_on: Callable[[], bool] = bool) -> Iterator[str]:
@@ -14533,7 +14548,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         describe_process(), url=urls[0], candidates=urls, server_id=server_id, database=database,
         inode=0 if options.snapshot_interval_s is not None else file_identity(database)[1],     # 0: changes
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
-        in_memory=options.snapshot_interval_s is not None, listens=options.host,
+        in_memory=options.snapshot_interval_s is not None, serve=serve_words(options),
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
     if options.travels:
         content.update(travels=True, allocation=os.environ['SLURM_JOB_ID'])
@@ -15086,10 +15101,8 @@ STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the la
 def explain_absence(server: Dict[str, Any], reason: str) -> str:
     """Why a lasting server cannot be used, and the ways out: runners elsewhere find it at its old address."""
     database, paths = shlex.quote(server['database']), [registration_path()]
-    address = parse_url(server['url'])
-    host = shlex.quote(server.get('listens') or address.host)
-    command = f'torc.py serve -d {database} --host {host} --port {address.port}'
-    command += ' --in-memory' * bool(server.get('in_memory'))
+    words = [*server.get('serve', ()), '--port', parse_url(server['url']).port]
+    command = 'torc.py serve ' + ' '.join(shlex.quote(str(word)) for word in words)
     reason += ', and its database is gone: a start makes a new one' * is_missing(server['database'])
     if server.get('travels'):
         reason += '; it goes on in its next allocation (`squeue --me`)'
