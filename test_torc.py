@@ -9106,7 +9106,7 @@ class PasswordServerTest(WorldTest):
                 self.ask('')
             self.server.server.warned.clear()      # a minute later
             self.ask(login('ann', 'wrong'))
-        self.assertEqual(['refused a request of 127.0.0.1: ' + torc.LOG_IN + ' (401)', 'refused a request of 127.0.0.1: user or password is wrong (401)'],
+        self.assertEqual([f'refused a request of 127.0.0.1: {torc.LOG_IN.format("127.0.0.1")} (401)', 'refused a request of 127.0.0.1: user or password is wrong (401)'],
                          [record.getMessage() for record in caught.records])
 
 
@@ -22698,6 +22698,8 @@ class PasswordServeTest(CommandTest):
     def test_the_password_can_be_asked_for(self):
         self.world.serve('--auth-file', 'users')
         env = {'TORC_USERNAME': 'ann'}
+        self.assertExit(4, self.world.cli('--url', self.world.url, 'workflows', 'list', env=dict(env, XDG_STATE_HOME=self.world.path())),
+                        f'torc: the server {urllib.parse.urlsplit(self.world.url).netloc} wants a password: set TORC_PASSWORD, or give --prompt-password')
         self.assertExit(0, self.world.cli('--url', self.world.url, '--prompt-password', 'ping', stdin='word of ann\n', env=env))
         self.assertExit(4, self.world.cli('--url', self.world.url, '--prompt-password', 'ping', stdin='word of bob\n', env=env))
         self.assertExit(0, self.world.cli('--url', self.world.url, '--password', 'word of ann', 'ping',

@@ -12949,9 +12949,10 @@ def is_loopback(address: str) -> bool:
 
 # -------- who may ask --------
 
-NO_TOKEN = ('the token is missing or wrong: send `Authorization: Bearer TOKEN`, '
-            'or any user with the token as password')
-LOG_IN = 'log in: send a user and a password (Basic), or the token of the server'
+NO_TOKEN = ('the token is missing or wrong: set TORC_TOKEN_FILE to the token file of the server; '
+            'programs send `Authorization: Bearer TOKEN`')
+LOG_IN = ('the server {} wants a password: set TORC_PASSWORD, or give --prompt-password (and set TORC_USERNAME '
+          'if you have another name there); programs send HTTP Basic')
 
 
 def check_sender(head: RequestHead, names: Set[str], scheme: str = 'http') -> None:
@@ -13275,7 +13276,7 @@ class Authenticator:
             return Identity(ANONYMOUS, False)
         user, password = offered_password(authorization)
         if not user:
-            raise Denied(LOG_IN, http=401)
+            raise Denied(LOG_IN.format(printable(head.fields.get('host', ''))), http=401)
         self.users.check(user, password)
         return Identity(user, False)
 
