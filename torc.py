@@ -419,6 +419,7 @@ MAX_BODY_BYTES = 2 * 1024 ** 2      # of a request
 MAX_BULK_BODY_BYTES = 200 * 1024 ** 2   # of bulk_* and from_spec requests
 MAX_INTEGER = 2 ** 63 - 1           # SQLite's
 MAX_DEPTH = 100                     # nesting of values in files and requests
+MAX_ALIASED = 2000000               # values that the aliases of a YAML file stand for
 DIGEST_PIECE_BYTES = 2 ** 20        # of a file, read at once: a few milliseconds
 MAX_CONTENTS = 2000                 # rows about the contents of files in a request
 
@@ -1461,6 +1462,8 @@ class YamlText(TextReader):
         self.at = 0
         self.column = 0
         self.anchors = {}       # type: Dict[str, Any]
+        self.sizes = {}         # type: Dict[int, Tuple[int, int]]
+        self.num_aliased = 0    # values that aliases stand for
 
     def skip_lines(self, start: int) -> None:
         """From the start of a line, go to the next content."""
@@ -1607,7 +1610,23 @@ class YamlText(TextReader):
         name, end = self.read_name(at)
         if name not in self.anchors:
             self.fail(at, f'no anchor &{printable(name)} stands above; put text that starts with * in quotes')
+        height, size = self.measure(self.anchors[name])
+        self.num_aliased += size
+        if self.depth + height > MAX_DEPTH:
+            self.fail(at, f'nested more than {MAX_DEPTH} levels deep by its aliases')
+        if self.num_aliased > MAX_ALIASED:
+            self.fail(at, f'aliases stand for more than {MAX_ALIASED:,} values: write what they repeat once')
         return self.anchors[name], end
+
+    def measure(self, value: Any) -> Tuple[int, int]:
+        """How deep what is complete is nested, and of how many values it consists, aliases included."""
+        if not isinstance(value, (dict, list)):
+            return 0, 1
+        if id(value) not in self.sizes:
+            items = [self.measure(item) for item in (value.values() if isinstance(value, dict) else value)]
+            heights, sizes = zip((0, 0), *items)
+            self.sizes[id(value)] = 1 + max(heights), 1 + sum(sizes)
+        return self.sizes[id(value)]
 
     def merge(self, mapping: Dict[Any, Any], merged: List[Tuple[int, Any]]) -> None:
         """'<<: *other' takes over the entries that the mapping does not have itself."""
