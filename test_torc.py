@@ -1934,7 +1934,7 @@ MISTAKES = (
     ('w.yaml',  'a: [&b 1]\n',                 1, 5, "unexpected '&' inside [ ]"),
     ('w.yaml',  'a: ' + '9' * 2000 + '\n',     1, 4, 'is too long'),
     ('w.yaml',  '<<: 5\n',                      1, 1, "'<<' needs a mapping"),
-    ('w.yaml',  'a0: &a0 [x]\n' + ''.join(f'a{number}: &a{number} [*a{number - 1}]\n' for number in range(1, 200)), 101, 12, 'nested more than 100 levels deep by its aliases'),
+    ('w.yaml',  'a0: &a0 [x]\n' + ''.join(f'a{number}: &a{number} [*a{number - 1}]\n' for number in range(1, 120)), 100, 12, 'nested more than 100 levels deep by its aliases'),
     ('w.yaml',  'a0: &a0 [x]\n' + ''.join(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 20)),
                                                 7, 50, 'aliases stand for more than 2,000,000 values'),
     ('w.yaml',  b' \n ',                        1, 1, 'the file is empty'),
@@ -2241,8 +2241,12 @@ class ParametersTest(unittest.TestCase):
             ('parameters_file: empty.csv',                  '',                         "'empty.csv' has no rows"),
             ('parameters_file: bad.json',                   '',                         "'bad.json': row 1 must be an object, not 1"),
             ('parameters_file: part.json, command: "{a}"',  '',                         "parameter 'a' in command: row 2 of the table has no such key"),
-            ('parameters_file: t.csv, parameters: {a: 1}',  '',                         'a table cannot be combined with parameters'),
-            ('parameters_file: t.csv, use_parameters_file: true', 'parameters_file: t.csv', 'a table cannot be combined with use_parameters_file'),
+            ('parameters_file: t.csv, parameters: {s: [1, 2]}, command: "{m} {s}", name: "{m}{s}"', '', ['resnet 1', 'resnet 2', 'a,b 1', 'a,b 2']),
+            ('use_parameters_file: true, use_parameters: [s], parameters: {k: "1:2"}, parameter_mode: zip, command: "{m}{s}{k}", name: "{m}{s}{k}"',
+             'parameters_file: t.jsonl, parameters: {s: [x, y]}', ['1x1', '1y2', '2x1', '2y2']),
+            ('parameters_file: t.csv, parameters: {m: 1}',  '',                         "parameter 'm' is a column of the table, too: rename one"),
+            ('parameters_file: part.json, parameters: {s: [1, 2]}, command: "{a}{s}"', '', "parameter 'a' in command: row 2 of the table has no such key"),
+            ('parameters_file: t.csv, use_parameters_file: true', 'parameters_file: t.csv', 'give parameters_file or use_parameters_file, not both'),
             ('use_parameters_file: true',                   '',                         'use_parameters_file needs parameters_file in the workflow'),
             ('parameters: {m: "@no.txt"}',                  '',                         "parameter 'm' 'no.txt' cannot be read: No such file or directory"))
         with tempfile.TemporaryDirectory() as directory:
@@ -2252,8 +2256,8 @@ class ParametersTest(unittest.TestCase):
             for job, workflow, wanted in rows:
                 with self.subTest(job):
                     job = job if 'command' in job else job + ', command: c'
-                    name = '{m}' if isinstance(wanted, list) else 'x'
-                    spec = ', '.join(filter(None, ('name: w', workflow, f'jobs: [{{name: "{name}", {job}}}]')))
+                    job = job if 'name:' in job else f'name: "{{m}}", {job}' if isinstance(wanted, list) else 'name: x, ' + job
+                    spec = ', '.join(filter(None, ('name: w', workflow, f'jobs: [{{{job}}}]')))
                     if isinstance(wanted, list):
                         self.assertEqual(wanted, [planned.command for planned in plan_of('{%s}' % spec, directory).body['jobs']])
                     else:
@@ -2343,7 +2347,6 @@ BAD_SPECS = (
         ('variables: {a: [5]}', "'a' of variables must be text, not a list"),
         ('variables: {a: "{b}"}', "'a' of variables holds {b}: it cannot refer to others"),
         ('{variables: {i: x}, jobs: [{name: "{i}", command: c, parameters: {i: [1]}}]}', "'i' is both a variable and a parameter: rename one"),
-        ('{parameters: {i: "1:3"}, parameters_file: t.csv}', 'parameters and parameters_file cannot be combined'),
         ('files: [{name: f, path: p, identifier: x}]', "file 'f': identifier needs enable_ro_crate: true in the workflow"),
         ('{enable_ro_crate: true, files: [{name: f, path: p, identifier: x}]}', "file 'f': identifier is for input files only, and no job reads this one"),
         ('{enable_ro_crate: true, jobs: [{name: j, command: c, input_files: [f]}], files: [{name: f, path: p, identifier: "#torc-x"}]}',
@@ -22702,7 +22705,7 @@ class PasswordServeTest(CommandTest):
         self.world.serve('--auth-file', 'users')
         env = {'TORC_USERNAME': 'ann'}
         self.assertExit(4, self.world.cli('--url', self.world.url, 'workflows', 'list', env=dict(env, XDG_STATE_HOME=self.world.path())),
-                        f'torc: the server {urllib.parse.urlsplit(self.world.url).netloc} wants a password: set TORC_PASSWORD, or give --prompt-password')
+                        f'torc: the server {urllib.parse.urlsplit(self.world.url).netloc} wants a password: set TORC_PASSWORD_FILE, or give --prompt-password')
         self.assertExit(0, self.world.cli('--url', self.world.url, '--prompt-password', 'ping', stdin='word of ann\n', env=env))
         self.assertExit(4, self.world.cli('--url', self.world.url, '--prompt-password', 'ping', stdin='word of bob\n', env=env))
         self.assertExit(0, self.world.cli('--url', self.world.url, '--password', 'word of ann', 'ping',

@@ -3422,6 +3422,7 @@ class Instances(Row):
     """What a template is repeated for: rows of values, one for each parameter."""
     names: Sequence[str]        # of the parameters
     rows: Sequence[Tuple[Any, ...]]
+    per_row: int = 1            # how many there are for a row of a table
 
 
 NO_PARAMETERS = Instances((), ((),))
@@ -3708,11 +3709,12 @@ class Expansion:
         if (name, spec) in self.filled:
             return self.filled[name, spec]
         place, texts, reason = self.instances.names.index(name), [], ''
-        for number, row in enumerate(self.instances.rows, 1):
+        for number, row in enumerate(self.instances.rows):
             try:
                 texts.append(format_value(row[place], spec))
             except ValueError as error:
-                missing = f'row {number} of the table has no such key' if row[place] is MISSING else ''
+                line = number // self.instances.per_row + 1
+                missing = f'row {line} of the table has no such key' if row[place] is MISSING else ''
                 reason = reason or missing or str(error)
                 texts.append('?')
         if reason:
@@ -3742,25 +3744,34 @@ INSTANCE_SOURCES = ('parameters_file', 'use_parameters_file', 'parameters', 'use
 
 
 def find_instances(block: Block, workflow: Block) -> Instances:
-    """Which instances a block makes: by its own and the used parameters, by a table, or just one."""
+    """Which instances a block makes: each row of its table with each combination of its parameters."""
     sources = [name for name in INSTANCE_SOURCES if block.get(name)]
-    if not sources:
-        return NO_PARAMETERS
     try:
-        if sources[0] not in ('parameters_file', 'use_parameters_file'):
+        if sources[:2] == ['parameters_file', 'use_parameters_file']:
+            raise ValueError('give parameters_file or use_parameters_file, not both')
+        if not sources or sources[0] not in ('parameters_file', 'use_parameters_file'):
             return find_combinations(block, workflow)
-        others = [name for name in ('parameters', 'parameter_mode', 'use_parameters') if name in block]
-        others += [name for name in sources[1:] if name == 'use_parameters_file']
-        if others:
-            raise ValueError(f'a table cannot be combined with {others[0]}')
         path = block.get('parameters_file') or workflow.get('parameters_file')
         if not path:
             raise ValueError('use_parameters_file needs parameters_file in the workflow')
-        return find_table(block.context, path)
+        table = find_table(block.context, path)
+        return cross(table, find_combinations(block, workflow), block.context.max_instances)
     except ValueError as error:
         block.error(str(error), sources[0])
         block.context.is_partial = True
         return NO_PARAMETERS
+
+
+def cross(table: Instances, others: Instances, limit: int) -> Instances:
+    """Each row of a table with each combination of other parameters."""
+    if others is NO_PARAMETERS:
+        return table
+    twice = [name for name in others.names if name in table.names]
+    if twice:
+        raise ValueError(f"parameter '{shorten(twice[0])}' is a column of the table, too: rename one")
+    check_instances(len(table.rows) * len(others.rows), limit)
+    rows = [row + values for row in table.rows for values in others.rows]
+    return Instances((*table.names, *others.names), rows, len(others.rows))
 
 
 def find_table(context: SpecContext, path: str) -> Instances:
@@ -3790,7 +3801,7 @@ def find_combinations(block: Block, workflow: Block) -> Instances:
         except ValueError as error:
             context.is_partial = True
             home.error(f"parameter '{shorten(name)}' {error}", 'parameters', name)
-    if len(values) < len(sources):
+    if not values or len(values) < len(sources):
         return NO_PARAMETERS
     return combine_values(values, block.get('parameter_mode', 'product'), context.max_instances)
 
@@ -4390,8 +4401,6 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
     """What concerns the workflow as a whole."""
     for name in sorted(set(workflow.context.variables).intersection(declared)):
         workflow.error(f"'{name}' is both a variable and a parameter: rename one", 'variables', name)
-    if 'parameters' in workflow and 'parameters_file' in workflow:
-        workflow.error('parameters and parameters_file cannot be combined', 'parameters_file')
     for name, value in workflow.get('slurm_defaults', {}).items():
         if name.lower() in SCHEDULER_OPTIONS and value is not False:
             workflow.error(f"slurm_defaults cannot set '{name}': set it in slurm_schedulers",
@@ -4646,6 +4655,7 @@ Combinations
     parameters_file: runs.csv       one instance per row of a table: .csv with a header, .jsonl, or .json
                                     (a list of objects)
     use_parameters_file: true       takes the table of the workflow
+                                    (with parameters: each row with each of their combinations)
 Collecting
     Do not parameterise a job that waits for all others: give it depends_on_regexes or input_file_regexes.
 
@@ -12970,8 +12980,8 @@ def is_loopback(address: str) -> bool:
 
 NO_TOKEN = ('the token is missing or wrong: set TORC_TOKEN_FILE to the token file of the server; '
             'programs send `Authorization: Bearer TOKEN`')
-LOG_IN = ('the server {} wants a password: set TORC_PASSWORD, or give --prompt-password (and set TORC_USERNAME '
-          'if you have another name there); programs send HTTP Basic')
+LOG_IN = ('the server {} wants a password: set TORC_PASSWORD_FILE, or give --prompt-password (and set '
+          'TORC_USERNAME if you have another name there); programs send HTTP Basic')
 
 
 def check_sender(head: RequestHead, names: Set[str], scheme: str = 'http') -> None:
