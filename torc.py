@@ -30258,9 +30258,9 @@ def attempt_key(row: Dict[str, Any]) -> Tuple[int, int, int]:
 
 def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
     """The result that a job would get which nobody runs, or of one that has none."""
-    return {'job_id': job['id'], 'run_id': 0, 'attempt_id': job.get('attempt_id', 1), 'status': 'failed',
-            'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0, 'reason': reason or None,
-            'completion_time': format_time(time.time())}
+    return {'id': math.inf, 'job_id': job['id'], 'run_id': 0, 'attempt_id': job.get('attempt_id', 1),
+            'status': 'failed', 'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0,
+            'reason': reason or None, 'completion_time': format_time(time.time())}
 
 
 def ask_states(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> Dict[Tuple[int, int, int], str]:
@@ -30534,7 +30534,10 @@ def format_plan(found: Evidence, plan: RecoveryPlan, style: Style) -> str:
     for kind, row in FAILURE_CLASSES.items():
         failures = [failure for failure in found.failures if failure.kind == kind]
         if failures:
-            rows = list(map(failure_row, failures[:RECOVER_ROWS_SHOWN]))
+            rows = [(use.job_id, use.job['name'], use.result['return_code'],
+                     report_duration(seconds_of(use.result)), use.needs['memory'],
+                     explain_failure(use)['peak_memory_formatted'], use.needs['runtime'], use.evidence)
+                    for use in failures[:RECOVER_ROWS_SHOWN]]    # type: List[Tuple]
             text += f"{row.meaning} ({counted(len(failures), 'job')}):\n"
             text += format_table(FAILURE_COLUMNS, rows, style)
             text += f'and {len(failures) - len(rows)} more\n' if failures[len(rows):] else ''
@@ -30568,25 +30571,7 @@ def format_plan(found: Evidence, plan: RecoveryPlan, style: Style) -> str:
     return text + format_lines(map(printable_line, lines))
 
 
-def failure_row(failure: JobUse) -> Tuple[Any, ...]:
-    """A failed job as a row of a table."""
-    needs, known = failure.needs, explain_failure(failure)
-    return (failure.job_id, failure.job['name'], known['return_code'],
-            report_duration(seconds_of(failure.result)), needs['memory'],
-            known.get('peak_memory_formatted', '-'), needs['runtime'], failure.evidence)
-
-
 # -------- programs of the user --------
-
-def user_environment(session: Session, workflow: Dict[str, Any]) -> Dict[str, str]:
-    """What a hook or agent finds in its environment, beside ours."""
-    client = session.client
-    made = dict(os.environ, TORC_WORKFLOW_ID=str(workflow['id']), TORC_API_URL=client.url,
-                TORC_RUN_ID=str(workflow.get('run_id') or 0))
-    if client.token_file:
-        made['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
-    return made
-
 
 def split_command(text: str, option: str) -> List[str]:
     """Words of a command, as a shell would split them; of a file in this directory its path."""
@@ -30635,7 +30620,11 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     It stays in our process group, so that a terminal's Ctrl-C reaches it. What it has started ends with it
     where it has to be ended: that would go on deciding, or hold our output open.
     """
-    environment, process, code = user_environment(session, workflow), None, None     # type: Any, Any, Any
+    client, process, code = session.client, None, None      # type: Client, Any, Any
+    environment = dict(os.environ, TORC_WORKFLOW_ID=str(workflow['id']), TORC_API_URL=client.url,
+                       TORC_RUN_ID=str(workflow.get('run_id') or 0))
+    if client.token_file:
+        environment['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
     spared, adopted_before = read_children(os.getpid()), adopt_orphans(True)
     try:
         process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2)
@@ -30724,23 +30713,18 @@ def cmd_recover(session: Session, args: Arguments) -> int:
     except TorcError as error:
         error.details = dict(error.details, workflow_id=workflow_id, dry_run=is_dry_run)
         raise
-    answer = describe_recovery(session, found, done, args)
+    answer, submitted = describe_recovery(session, found, done, args), done.submitted
+    end, jobs = f"Run {answer['run_id']} of workflow {workflow_id}: ", counted(answer['jobs_to_run'], 'job')
+    if is_dry_run:
+        end = 'Nothing was changed: this is a dry run'
+    elif submitted is None:
+        end += f"{jobs} to run; go on with: {answer['next_command']}"
+    else:
+        end += f"submitted {counted(submitted['allocations_submitted'], 'allocation')} for {jobs}"
     # Who was asked has seen what failed, and what was to be done.
     text = '' if is_asking else format_plan(found, done, style_of(session.out, os.environ))
-    session.answer(answer, text + format_lines([describe_end_of_recovery(answer, done.submitted)]))
-    return 1 if done.submitted is not None and lacks_allocations(done.submitted) else 0
-
-
-def describe_end_of_recovery(answer: Dict[str, Any], submitted: Optional[Dict[str, Any]]) -> str:
-    """What recover has done, in a sentence."""
-    if answer['dry_run']:
-        return 'Nothing was changed: this is a dry run'
-    run, jobs = f"Run {answer['run_id']} of workflow {answer['workflow_id']}", answer['jobs_to_run']
-    if submitted is None:
-        return f"{run}: {counted(jobs, 'job')} {'is' if jobs == 1 else 'are'} to run; go on with: " \
-            f"{answer['next_command']}"
-    number = submitted['allocations_submitted']
-    return f"{run}: submitted {counted(number, 'allocation')} for {counted(jobs, 'job')}"
+    session.answer(answer, text + format_lines([end]))
+    return 1 if submitted is not None and lacks_allocations(submitted) else 0
 
 
 # ======== 20h. Watch: a workflow under supervision until it is complete ========
@@ -31802,8 +31786,8 @@ JOB_PREFIX_OPTION = Argument('-j --job-prefix', 'TEXT', 'begin of the names of t
 RECOVER_OPTIONS = (
     OUTPUT_DIR,
     Argument('--memory-multiplier', 'N', 'of the memory that was not enough', parse_factor, default=1.5),
-    Argument('--runtime-multiplier', 'N', 'of the runtime that was not enough; what its own `timeout` ended '
-             'did not lack runtime', parse_factor, default=1.5),
+    Argument('--runtime-multiplier', 'N', 'of the runtime that was not enough (not for a job that its own '
+             '`timeout` ended)', parse_factor, default=1.5),
     Argument('--cpu-multiplier', 'N', 'of the CPUs that jobs kept busy, where they were more than asked for '
              '(default: CPUs stay as they are)', parse_factor),
     Argument('--shared', '', 'change requirements for all jobs that share them, not only for those that '
@@ -32064,9 +32048,10 @@ What failed, and all that depends on it, again
 What lacked memory or time, or was lost
     `recover` gives jobs that ran out of memory or time 1.5 times as much, runs
     those that were lost with their node up to three times, and plans new
-    allocations. What failed for a reason of its own runs only with
-    --retry-unknown, or --recovery-hook CMD, which repairs the cause. It shows
-    the plan, and asks on a terminal.
+    allocations. What failed for a reason of its own (also by its own `timeout`)
+    runs only with --retry-unknown, or --recovery-hook CMD, which repairs the
+    cause; what `cancel` stopped, with --retry-canceled. It shows the plan, and
+    asks on a terminal.
         $ torc.py recover 1 --dry-run
         $ torc.py recover 1 --memory-multiplier 2
 
