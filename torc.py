@@ -352,8 +352,7 @@ ENVIRONMENT = (
     Variable('TORC_LOG_DIR',              'you',  '`serve`: directory for torc-server.log'),
     Variable('DATABASE_URL',              'you',  '`serve`: its database, as sqlite:PATH'),
     Variable('TORC_SERVER_SNAPSHOT_PATH', 'you',
-             '`serve`: where SIGUSR1 puts a copy of the database (default torc-server-snapshot.db beside it; '
-             'with --in-memory: its file)'),
+             '`serve`: copy of the database at SIGUSR1 (default torc-server-snapshot.db beside it)'),
     Variable('TORC_SERVER_SNAPSHOT_KEEP', 'you',  '`serve`: how many such copies are kept (default 5)'),
     Variable('TORC_USERNAME', 'you',
              'owner of new workflows, and user of the password; else USER'),
@@ -370,8 +369,7 @@ ENVIRONMENT = (
     Variable('XDG_STATE_HOME', 'you',
              "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
     Variable('XDG_CONFIG_HOME', 'you',
-             'where torc/config.yaml (.json, or .toml from Python 3.11) describes clusters, under '
-             'client.hpc, and what runners do without a server, under client.offline; else ~/.config'),
+             'where torc/config.yaml is: clusters (client.hpc), outages (client.offline); else ~/.config'),
     Variable('NO_COLOR',                  'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',          'torc', 'the workflow'),
     Variable('TORC_RUN_ID',               'torc', 'its run generation'),
