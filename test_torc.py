@@ -97,6 +97,7 @@ import contextlib
 import csv
 import copy
 import ctypes
+import doctest
 import errno
 import faulthandler
 import fcntl
@@ -18233,6 +18234,28 @@ class CommandTest(WorldTest):
         """A command's text."""
         return self.assertExit(code, self.world.main(*shlex.split(line))).out
 
+    def play(self, story: str) -> None:
+        """Carry out command lines, and compare what they print. '...' stands for anything.
+
+        $ [A=B] LINE [-> EXIT[: PART]]      a command; part of what it prints, or all of it in the lines below; without '->' it is silent
+        % LINE                              for the shell
+        """
+        for block in re.split(r'\n(?=[$%] )', textwrap.dedent(story).strip()):
+            line, _, wanted = block.partition('\n')
+            if line[0] == '%':
+                subprocess.check_call(line[2:], shell=True, cwd=self.world.directory)
+                continue
+            command, _, rest = line[2:].partition(' -> ')
+            code, _, part = rest.partition(':')
+            wanted = f'...{part.strip()}...' if part else wanted + '\n' * bool(wanted)
+            words = shlex.split(command)
+            env = dict(word.split('=', 1) for word in itertools.takewhile(re.compile('[A-Z_]+=').match, words))
+            outcome = (self.world.cli if words[len(env)] in ('run', 'exec') else self.world.main)(*words[len(env):], env=env)
+            with self.subTest(line):
+                self.assertExit(int(code or 0), outcome)
+                if not doctest.OutputChecker().check_output(wanted, outcome.out + outcome.err, doctest.ELLIPSIS):
+                    self.assertEqual(wanted, outcome.out + outcome.err)
+
     def typed(self, lines: str, *argv: Any) -> Tuple[int, str]:
         """A command on a terminal, at which these lines are typed one after the other; its exit code, and what was shown."""
         ours, theirs = os.openpty()
@@ -18621,7 +18644,6 @@ class AdminCommandTest(CommandTest):
 @slow
 class ReasonTest(CommandTest):
     """Why jobs failed or do not run, wherever people look."""
-    MISSING = 'declared output files are missing: out.txt'
 
     def setUp(self) -> None:
         super().setUp()
@@ -18641,82 +18663,94 @@ class ReasonTest(CommandTest):
         self.assertExit(1, self.world.cli('run', 'w.yaml'),
                         'x killed (return code 137): killed by SIGKILL\n')
 
-    def on_terminal(self, line: str, width: int = 80) -> str:
-        """What a command shows on a terminal of so many columns."""
-        out = TerminalText()
-        with self.world.inside({'COLUMNS': str(width)}):
-            self.assertEqual(0, torc.main(shlex.split(line), out))
-        return out.getvalue()
-
-    def test_status_names_failures_and_what_they_canceled(self):
-        text = self.text('status 1')
-        for wanted in (f'  x missing (return code 1): {self.MISSING}\n',
-                       '  x killed (return code 137): killed by SIGKILL\n',
-                       '  x flaky (return code 9): attempt 2\n',
-                       '  x silent: return code 5\n',
-                       f'  - after: never ran: its prerequisite missing failed: {self.MISSING}\n',
-                       '  - later: never ran: its prerequisite after was canceled, because missing failed: '):
-            self.assertIn(wanted, text)
-        explanation = self.json('status 1')['explanation']
-        self.assertEqual((['missing', 'killed', 'flaky', 'silent'], ['after', 'later'], []), tuple(
-            [job['job_name'] for job in explanation[key]] for key in ('failures', 'canceled', 'blockers')))
-
-    def assertLines(self, text: str, *patterns: str) -> None:
-        """A text has lines that match these."""
-        for pattern in patterns:
-            self.assertRegex(text, f'(?m)^{pattern}$')
+    def test_reasons(self):
+        self.play('''
+            $ status 1
+            ...
+              x missing (return code 1): declared output files are missing: out.txt
+              x killed (return code 137): killed by SIGKILL
+              x flaky (return code 9): attempt 2
+              x silent: return code 5
+              - after: never ran: its prerequisite missing failed: declared output files are missing: out.txt
+              - later: never ran: its prerequisite after was canceled, because missing failed: declared output files are missing: out.txt
+            ...
+            $ -f json status 1 -> 0: "explanation": {..."job_name": "missing"..."job_name": "killed"..."job_name": "flaky"..."job_name": "silent"..."job_name": "after"..."job_name": "later"
+            $ jobs get 6
+            ...
+            reason: ...never ran: its prerequisite missing failed: declared output files are missing: out.txt
+            ...
+            depends_on: ...missing (failed)
+            input_files: ...out (out.txt)
+            $ jobs update 3 --label gpu,big -> 0: Updated job 3
+            $ jobs get 3
+            ...
+            reason: ...killed by SIGKILL
+            ...
+            labels: ...big, gpu
+            ...
+            start_time: ...20...-...-... ...:...:... ...
+            return_code: ...137
+            $ -f json jobs get 3 -> 0: "reason": "killed by SIGKILL"..."return_code": 137
+            $ results list 1 --failed -> 0: declared output files are missing: out.txt...killed by SIGKILL...attempt 2
+            $ -f csv results list 1 -j 4 --all-runs
+            ...
+            ...,attempt 1
+            ...,attempt 2
+            $ results get 4
+            ...
+            reason: ...attempt ...
+            $ -f csv events list 1 -> 0: ,error,job job_failed,...,missing: declared output files are missing: out.txt...,info,job_retried,...,flaky: attempt 2
+            $ jobs list 1 -> 0:  killed ... failed ... 137 ...killed by SIGKILL
+            $ workflows list -> 0:  failed 
+            $ logs 1
+            ==> good (completed) <==
+            fine
+            ==> missing (failed): declared output files are missing: out.txt <==
+            ==> killed (failed): killed by SIGKILL <==
+            last words
+            ==> flaky (failed): attempt 2 <==
+            attempt 2
+            ==> silent (failed): return code 5 <==
+            torc: 2 jobs have not run; `torc.py status 1` says why
+            $ logs 1 good 4 good
+            ==> good (completed) <==
+            fine
+            ==> flaky (failed): attempt 2 <==
+            attempt 2
+            $ logs 1 --failed --attempt-id 1 --stderr
+            ==> missing (failed): declared output files are missing: out.txt <==
+            ==> killed (failed): killed by SIGKILL <==
+            ==> flaky (failed): attempt 1 <==
+            attempt 1
+            ==> silent (failed): return code 5 <==
+            $ logs 1 after -> 4: torc: job after (canceled) has left no output: never ran: its prerequisite missing failed: declared output files are missing: out.txt
+            $ logs 1 missing -> 0: torc: job missing has written nothing; failed: declared output files are missing: out.txt
+            $ logs 1 killed
+            last words
+            torc: job killed failed: killed by SIGKILL
+            $ logs 1 good later -> 4: torc: job later (canceled) has left no output: never ran: its prerequisite after was canceled, because missing failed: 
+            $ logs 1 good -o nowhere -> 4: nowhere; name the directory
+            $ logs 1 -o nowhere
+            ...
+            torc: 5 of 5 jobs have left no output in .../nowhere; name the directory...
+            $ logs 1 --run-id 9 -> 0: torc: nothing in workflow 1 is what the options ask for
+            $ logs 1 good -f json -> 4: write `torc.py -f json logs`
+            $ -f json logs 1 -f -> 2: --follow has no JSON form
+            % rm torc_output/job_stdio/job_wf1_j1_r1_a1.o; mkdir torc_output/job_stdio/job_wf1_j1_r1_a1.o
+            $ logs 1 good -> 0: torc: cannot read .../job_wf1_j1_r1_a1.o: Is a directory
+            ''')
+        self.assertNotIn('reason', self.json('jobs get 1'))
 
     def test_a_job_that_runs_again_is_shown_without_the_end_of_its_last_attempt(self):
         job, last = {'start_time': '2026-11-22T10:00:00Z'}, {'exec_time_minutes': 1.0, 'completion_time': '2026-11-22T09:00:00Z', 'return_code': -128}
         self.assertEqual(['start_time'], list(torc.times_of(dict(job, status='running'), [last])))
         self.assertEqual(-128, torc.times_of(dict(job, status='failed'), [last])['return_code'])
 
-    def test_jobs_get_names_everything_that_a_job_is_related_to(self):
-        self.assertLines(self.text('jobs get 6'),
-                         r'input_files: +out \(out.txt\)', r'depends_on: +missing \(failed\)',
-                         f'reason: +never ran: its prerequisite missing failed: {self.MISSING}')
-        self.json('jobs update 3 --label gpu,big')
-        self.assertLines(self.text('jobs get 3'),
-                         'labels: +big, gpu', 'return_code: +137', 'reason: +killed by SIGKILL',
-                         r'start_time: +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d .*')
-        job = self.json('jobs get 3')
-        self.assertEqual(('killed by SIGKILL', 137), (job['reason'], job['result']['return_code']))
-        self.assertNotIn('reason', self.json('jobs get 1'))
-
-    def test_a_job_with_many_relations_names_some(self):
-        names = [f'p{number}' for number in range(15)]
-        jobs = [{'name': name, 'command': 'true'} for name in names]
-        jobs.append({'name': 'z', 'command': 'true', 'depends_on': names})
-        self.make(json.dumps({'name': 'w', 'jobs': jobs}))
-        last = self.json('jobs list 2')['items'][-1]['id']
-        self.assertLines(self.text(f'jobs get {last}'),
-                         r'depends_on: +p0 \(uninitialized\), .*, p9 \(uninitialized\) and 5 more')
-
-    def test_results_have_reasons_of_all_attempts(self):
-        results = self.json('results list 1 -j 4 --all-runs')['items']
-        self.assertEqual(['attempt 1', 'attempt 2'], [row['reason'] for row in results])
-        self.assertIn(f'\n    {self.MISSING}\n', self.text('results list 1 --failed'))
-        self.assertLines(self.text(f"results get {results[0]['id']}"), 'reason: +attempt 1')
-
-    def test_failed_attempts_are_events_of_level_error(self):
-        lines = [line for line in self.text('-f csv events list 1').splitlines() if 'job_failed' in line]
-        self.assertEqual([['error', 'job job_failed']] * 5, [line.split(',')[1:3] for line in lines])
-        self.assertIn('flaky: attempt 1', self.on_terminal('events list 1'))
-
-    def test_lists_of_jobs_and_workflows_say_how_it_went(self):
-        jobs = {job['name']: job for job in self.json('jobs list 1')['items']}
-        codes = [jobs[name].get('return_code') for name in ('good', 'killed', 'after')]
-        self.assertEqual([0, 137, None], codes)
-        self.assertRegex(self.text('jobs list 1'), r'killed +failed +137  0\.\ds .*\n    killed by SIGKILL\n')
-        with unittest.mock.patch.object(torc, 'OUTCOMES_ASKED', 1):
-            self.assertEqual(list(jobs.values()), self.json('jobs list 1')['items'])
-        self.assertEqual('failed', self.json('workflows list')['items'][0]['status'])
-        self.assertIn('  failed  ', self.text('workflows list'))
-
     def test_every_list_fits_a_terminal_and_a_pipe_has_all_columns(self):
         words = 'a description that goes on and on and on until nobody reads it any more'
         self.world.write('long.yaml', SAMPLE.replace('one of each', words))
         self.assertExit(1, self.world.cli('run', 'long.yaml'))
+        self.assertExit(0, self.world.cli('exec', '-c', r"printf 'x\033[2Jy'"))
         for line in (
                 'workflows list', 'workflows list -a', 'jobs list 1', 'jobs list 2', 'files list 2',
                 'user-data list 2', 'resource-requirements list 2', 'failure-handlers list 2',
@@ -18724,31 +18758,15 @@ class ReasonTest(CommandTest):
                 'job-dependencies job-job 2', 'job-dependencies job-file 2',
                 'job-dependencies job-user-data 2', 'workflows list-actions 2',
                 'jobs list-resource-requirements 2', 'jobs list-failure-handlers 2', 'access-groups list',
-                'status 1', 'status 2'):
-            with self.subTest(line):
-                shown = self.on_terminal(line).splitlines()
-                self.assertEqual([], [text for text in shown if torc.text_width(text) > 80])
+                'status 1', 'status 2', 'logs 3 job1'):
+            out = TerminalText()
+            with self.subTest(line), self.world.inside({'COLUMNS': '80'}):
+                self.assertEqual(0, torc.main(shlex.split(line), out))
+                self.assertEqual([], [text for text in out.getvalue().splitlines() if torc.text_width(text) > 80])
+        self.assertEqual('x\\x1b[2Jy', out.getvalue(), 'what a job writes cannot move the cursor')
+        self.assertEqual('x\x1b[2Jy', self.text('logs 3 job1'))
         titles = set(self.text('-f csv results list 1').splitlines()[0].split(','))
         self.assertEqual(titles - {'Reason'}, set(re.split('  +', self.text('results list 1').splitlines()[0])))
-
-    def test_on_a_real_terminal_of_80_columns(self):
-        ours, theirs = os.openpty()
-        self.addCleanup(os.close, ours)
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 80, 0, 0))
-        process = subprocess.Popen(
-            [sys.executable, stub_path(), 'results', 'list', '1'], cwd=self.world.directory,
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env=dict(self.world.environment, TERM='xterm'))
-        os.close(theirs)
-        said = b''
-        with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
-            while True:
-                said += os.read(ours, 4096)
-        self.assertEqual(0, process.wait(10))
-        text = said.decode()
-        self.assertTrue(text.startswith('ID  Job Name  Return Code  Exec Time  Status '), text)
-        self.assertIn('\r\n    killed by SIGKILL\r\n', text)
-        self.assertGreaterEqual(80, max(map(len, re.sub('\x1b\\[[0-9]+m', '', text).splitlines())))
 
     def test_a_server_without_explanations_will_do(self):
         original = torc.Client.call
@@ -18758,20 +18776,20 @@ class ReasonTest(CommandTest):
                 raise torc.NotFound(op + ' not found')
             return original(client, op, *values, **params)
         with unittest.mock.patch.object(torc.Client, 'call', call):
-            self.assertIn('Workflow ended: 1 completed, 4 failed, 2 canceled', self.text('status 1'))
-            self.assertIn('depends_on: ', self.text('jobs get 6'))
-            self.assertIn(' 1  w  ', self.text('workflows list'))
-            self.assertExit(4, self.world.main('logs', 1, 'after'), 'has left no output')
+            self.play('''
+                $ status 1 -> 0: Workflow ended: 1 completed, 4 failed, 2 canceled
+                $ jobs get 6 -> 0: depends_on: 
+                $ workflows list -> 0:  w 
+                $ logs 1 after -> 4: has left no output
+                ''')
             self.assertExit(4, self.world.main('exec', '-c', 'true'), 'is not served by this version of torc.py')
-
-    # -------- logs --------
 
     def test_printed_commands_quote_names_and_directories(self):
         database, out = (self.world.path("d's $(touch pwned);`x`", name) for name in ('t.db', 'out'))
-        spec = self.world.write("-it's $(touch pwned)&.yaml", """
+        spec = self.world.write("-it's $(touch pwned)&.yaml", '''
             name: w
             jobs: [{name: "j's $(touch pwned)|x", command: exit 1}]
-            """)
+            ''')
         lines = []      # type: List[str]
         for words in (('run', spec), ('run', 1), ('status', 1), ('run', 1, '--retry-failed')):
             more = ('-o', out) if words[0] == 'run' else ()
@@ -18789,183 +18807,122 @@ class ReasonTest(CommandTest):
         self.assertLessEqual({spec, out, "j's $(touch pwned)|x"}, found)
         self.assertFalse(os.path.exists(self.world.path('pwned')))
 
-    def test_logs_says_why_there_is_nothing(self):
-        outcome = self.assertExit(4, self.world.main('logs', 1, 'after'))
-        why = f'never ran: its prerequisite missing failed: {self.MISSING}'
-        self.assertEqual(f'torc: job after (canceled) has left no output: {why}\n', outcome.err)
-        outcome = self.assertExit(0, self.world.main('logs', 1, 'missing'))
-        self.assertEqual(f'torc: job missing has written nothing; failed: {self.MISSING}\n', outcome.err)
-        self.assertEqual((0, 'last words\n', 'torc: job killed failed: killed by SIGKILL\n'),
-                         self.world.main('logs', 1, 'killed'))
-        self.assertEqual((0, 'attempt 2\n', ''), self.world.main('logs', 1, 'flaky'))
-        self.assertExit(4, self.world.main('logs', 1, 'good', '-o', 'nowhere'), 'nowhere; name the directory')
-
-    FAILED = (f'==> missing (failed): {MISSING} <==\n==> killed (failed): killed by SIGKILL <==\nlast words\n'
-              '==> flaky (failed): attempt 2 <==\nattempt 2\n==> silent (failed): return code 5 <==\n')
-
-    def test_logs_of_all_jobs_and_of_those_that_failed(self):
-        outcome = self.assertExit(0, self.world.main('logs', 1))
-        self.assertEqual('==> good (completed) <==\nfine\n' + self.FAILED, outcome.out)
-        self.assertEqual('torc: 2 jobs have not run; `torc.py status 1` says why\n', outcome.err)
-        self.assertEqual((0, self.FAILED, ''), self.world.main('logs', 1, '--failed'))
-        self.assertIn('==> flaky (failed): attempt 1 <==\nattempt 1\n',
-                      self.text('logs 1 --attempt-id 1 --stderr'))
-        self.assertNotIn('last words', self.text('logs 1 --stderr'))
-        self.assertIn('job_wf1_j4_r1_a2.e', self.json('logs 1')['items'][3]['job_stderr'])
-        for words, text in ((('--run-id', 9), 'nothing in workflow 1 is what the options ask for'),
-                            (('-o', 'nowhere'), '5 of 5 jobs have left no output in ')):
-            self.assertExit(0, self.world.main('logs', 1, *words), text)
-
-    def test_logs_of_several_jobs_have_titles(self):
-        self.assertEqual('==> good (completed) <==\nfine\n==> flaky (failed): attempt 2 <==\nattempt 2\n',
-                         self.text('logs 1 good 4'))
-        self.assertEqual('fine\n', self.text('logs 1 good 1'))
-        self.assertExit(4, self.world.main('logs', 1, 'good', 'later'), 'never ran')
-
-    def test_logs_that_cannot_be_read_are_told(self):
-        path = self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')
-        os.unlink(path)
-        os.mkdir(path)
-        self.assertExit(0, self.world.main('logs', 1, 'good'), f'torc: cannot read {path}: Is a directory')
-
-    def test_logs_tells_its_option_from_the_format_of_answers(self):
-        self.assertExit(4, self.world.main('logs', 1, 'good', '-f', 'json'), 'write `torc.py -f json logs`')
-        self.assertExit(2, self.world.main('-f', 'json', 'logs', 1, '-f'), '--follow has no JSON form')
-
-    def test_what_a_job_writes_cannot_move_the_cursor(self):
-        self.assertExit(0, self.world.cli('exec', '-c', r"printf 'x\033[2Jy'"))
-        self.assertEqual('x\\x1b[2Jy', self.on_terminal('logs 2 job1'))
-        self.assertEqual('x\x1b[2Jy', self.text('logs 2 job1'))
-
-
-class TaskCommandTest(CommandTest):
-    """Commands whose end is recorded as a task."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.server = ServerThread(self.world.path('served.db'))
-        self.addCleanup(self.server.stop)
-        self.world.environment['TORC_API_URL'] = f'http://127.0.0.1:{self.server.port}/torc-service/v1'
-        self.make('name: w\njobs: [{name: a, command: "true"}]\n')
-
-    def test_init_says_how_it_ended_or_leaves_that_to_tasks_wait(self):
-        done = {'status': 'success', 'task_operation': 'initialize_jobs', 'task_status': 'succeeded', 'workflow_id': 1}
-        self.assertEqual(dict(done, error=None, message='Initializing task completed', task_id=1), self.json('workflows init 1'))
-        self.assertEqual(dict(done, message='Reinitialize task created', task_id=2), self.json('workflows reinit 1 --async'))
-        self.assertEqual('Task 3 initializes workflow 1; how it ended: torc.py tasks wait 3\n', self.text('workflows init 1 --async --no-prompts'))
-        self.assertEqual('succeeded', self.json('tasks wait 2 --timeout 10 --poll-fallback-interval 0.1')['status'])
-        self.assertEqual('Task 2 (initialize_jobs of workflow 1): succeeded\n', self.text('tasks wait 2'))
-
-    def test_a_task_that_failed_is_exit_1_with_its_reason(self):
-        client = self.world.connect()
-        self.addCleanup(client.close)
-        file_id = client.create_file({'workflow_id': 1, 'name': 'f', 'path': 'f'})['id']
-        client.create_job({'workflow_id': 1, 'name': 'snake', 'command': 'x', 'input_file_ids': [file_id], 'output_file_ids': [file_id]})
-        answer = self.json('workflows init 1', 1)
-        self.assertEqual(('error', 'failed', 'Initializing task failed', 'these jobs wait for each other: snake -> snake'),
-                         (answer['status'], answer['task_status'], answer['message'], answer['error']))
-        self.assertExit(1, self.world.main('workflows', 'init', 1, '--no-prompts'), 'torc: these jobs wait for each other: snake -> snake')
-        self.assertExit(1, self.world.main('tasks', 'wait', 1), 'torc: these jobs wait for each other: snake -> snake')
-        self.assertExit(4, self.world.main('tasks', 'wait', 9), 'task 9 not found')
-
-
-class ActionCommandTest(CommandTest):
-    """Changing and deleting actions."""
-
-    def test_options_win_over_json_and_the_rest_stays(self):
-        self.make()
-        answer = self.json("workflows update-action 1 2 --num-allocations 4 --start-one-worker-per-node yes --json '{\"num_allocations\": 9, \"max_parallel_jobs\": 3}'")
-        config = answer['action_config']
-        self.assertEqual((4, True, 3, 'slurm'), tuple(config[key] for key in ('num_allocations',
-                'start_one_worker_per_node', 'max_parallel_jobs', 'scheduler_type')))
-        self.assertEqual('Updated action 2\n', self.text('workflows update-action 1 2 --scheduler-type slurm'))
-        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2), 'nothing to change: give one of --scheduler-id')
-        self.assertExit(2, self.world.main('workflows', 'update-action', 1, 2, '--json', '[1]'), '--json requires an object')
-        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 2, '--json', '{"x": 1}'), "has no key 'x'")
-        self.assertExit(4, self.world.main('workflows', 'update-action', 1, 9, '--num-allocations', 1), 'action 9 not found in workflow 1')
-
-    def test_deleting_asks(self):
-        self.make()
-        self.assertExit(2, self.world.main('workflows', 'delete-action', 1, 2), 'Delete action 2 of workflow 1 (sample) of the database ')
-        self.assertEqual('Deleted action 2\n', self.text('workflows delete-action 1 2 --no-prompts'))
-        self.assertExit(4, self.world.main('workflows', 'delete-action', 1, 2, '--no-prompts'), 'action 2 not found')
-
 
 class WorkflowTest(CommandTest):
-    """What happens to whole workflows."""
+    """What happens to whole workflows, their actions and jobs."""
 
-    def test_a_workflow_of_another_user_is_not_deleted(self):
+    def test_init_reinit_and_tasks(self):
+        self.world.write('w.yaml', 'name: w\nfiles: [{name: f, path: f.txt}, {name: g, path: g.txt}]\njobs:\n'
+                                   '  - {name: a, command: cp f.txt g.txt, input_files: [f], output_files: [g]}\n'
+                                   '  - {name: b, command: cat g.txt, input_files: [g]}\n  - {name: c, command: "true"}\n')
+        self.play('''
+            $ run w.yaml -> 4: torc: 1 missing input file that no job makes: f.txt; ...give --force
+            $ create w.yaml -> 0: Created workflow 1
+            $ workflows init 1 --dry-run -> 4
+            missing input: f.txt
+            Not safe: make what is missing, or give --force
+            $ -f json workflows init 1 --dry-run -> 4
+            ..."missing_input_files": [
+                "f.txt"
+              ],
+              "safe": false,...
+            $ workflows init 1 -> 4: torc: 1 missing input file that no job makes: f.txt; 
+            $ workflows init 1 --force
+            Workflow 1 is initialized. Run it with: torc.py run 1
+            warning: 1 missing input file that no job makes: f.txt
+            % echo one >f.txt
+            $ workflows init 1 -> 2: torc: confirmation required ("Forget all results of workflow 1 (w) of the database 
+            $ -f json workflows init 1
+            {
+              "status": "success",
+              "task_id": 2,
+              "task_operation": "initialize_jobs",
+              "task_status": "succeeded",
+              "workflow_id": 1,
+              "error": null,
+              "message": "Initializing task completed"
+            }
+            $ run 1 -> 0: 3 completed
+            $ workflows get 1 -> 0: run_id: ...2
+            $ workflows reinit 1 --dry-run
+            1 existing output file (-v: their names)
+            Safe: no input is missing
+            % touch -d 2001-01-01 f.txt
+            $ workflows reinit 1 --dry-run
+            1 existing output file (-v: their names)
+            would run again: a (its input f.txt changed)
+            would run again: b (a job that it depends on runs again)
+            2 jobs would run again
+            % mv g.txt h.txt
+            $ -f json workflows reinit 1 --dry-run -> 0: "safe": true,..."changed": [..."a",..."b",
+            % mv h.txt g.txt
+            $ status 1 -> 0: Workflow is complete
+            $ workflows reinit 1 --dry-run -v
+            1 existing output file
+            existing output: g.txt
+            would run again: ...
+            $ workflows reinit 1
+            Workflow 1 is initialized. Run it with: torc.py run 1
+            a will run again: its input f.txt changed
+            b will run again: a job that it depends on runs again
+            $ status 1 -> 0: 1 blocked, 1 ready, 1 completed
+            $ workflows reinit 1 --async -> 0: Task 4 initializes workflow 1; how it ended: torc.py tasks wait 4
+            $ tasks wait 4 --timeout 10 --poll-fallback-interval 0.1 -> 0: Task 4 (initialize_jobs of workflow 1): succeeded
+            $ jobs create 1 -n snake -c x -i 1 -o 1 -> 0: Created job 4
+            $ workflows init 1 --no-prompts -> 1
+            ...
+            torc: these jobs wait for each other: snake -> snake
+            $ tasks wait 5 -> 1
+            Task 5 (initialize_jobs of workflow 1): failed
+            torc: these jobs wait for each other: snake -> snake
+            $ -f json workflows init 1 -> 1: "status": "error",..."task_status": "failed",..."error": "these jobs wait for each other: snake -> snake",
+            ''')
+
+    def test_archived_deleted_and_canceled_workflows_and_actions(self):
         self.make()
-        outcome = self.assertExit(4, self.world.main('delete', 1, 7, '--no-prompts', env={'TORC_USERNAME': 'other'}), 'belongs to tester')
-        self.assertIn('workflow 7 not found', outcome.err)
-        self.assertExit(0, self.world.main('delete', 1, '--force'), 'Deleted workflow 1')
-
-    def test_a_deletion_says_so_through_the_interface_and_the_command_shows_the_workflow_alone(self):
         self.make()
-        workflow = self.json('workflows get 1')
-        self.assertEqual([workflow], self.json('delete 1 --no-prompts'))
-        self.make()
-        with torc.Client(database=self.world.path('torc_output/torc.db')) as client:
-            deleted = client.call('delete_workflow', workflow_id=2)
-        self.assertEqual(('Deleted workflow 2', 2), (deleted['message'], deleted['id']))
-
-    def test_archived_workflows_are_listed_when_asked_for(self):
-        self.make()
-        self.make()
-        self.assertEqual([1], self.json('workflows archive true 1')['updated_workflows'])
-        for flags, ids in (('', [2]), ('--include-archived', [1, 2]), ('--archived-only', [1]), ('-a', [2])):
-            self.assertEqual(ids, [item['id'] for item in self.json(f'workflows list {flags}')['items']], flags)
-        answer = self.json('workflows archive false 1 9', 4)
-        self.assertEqual(('partial_success', [1]), (answer['status'], answer['updated_workflows']))
-
-    def test_a_dry_run_of_init_tells_what_is_missing_and_changes_nothing(self):
-        self.make('name: w\nfiles: [{name: f, path: f.txt}]\njobs: [{name: a, command: "true", input_files: [f]}]\n')
-        answer = self.json('workflows init 1 --dry-run', 4)
-        self.assertEqual((['f.txt'], False), (answer['missing_input_files'], answer['safe']))
-        outcome = self.assertExit(4, self.world.main('workflows', 'init', 1))
-        self.assertEqual('torc: 1 missing input file that no job makes: f.txt; make what is missing, or give --force to go on without it\n', outcome.err)
-        self.assertExit(0, self.world.main('workflows', 'init', 1, '--force'), 'warning: 1 missing input file that')
-        self.assertEqual(1, self.json('status 1')['jobs_by_status']['ready'])
-
-    def test_a_second_init_asks_first_and_begins_a_new_run(self):
-        self.make()
-        self.text('workflows init 1')
-        first = self.json('workflows get 1')['run_id']
-        self.assertExit(2, self.world.main('workflows', 'init', 1), 'Forget all results of workflow 1 (sample) of the database ')
-        self.text('workflows init 1 --no-prompts')
-        self.assertEqual(first + 1, self.json('workflows get 1')['run_id'])
-
-    def test_run_refuses_missing_inputs_before_it_creates_anything(self):
-        self.world.write('w.yaml', 'name: w\nfiles: [{name: f, path: f.txt}]\njobs: [{name: a, command: "true", input_files: [f]}]\n')
-        self.assertExit(4, self.world.main('run', 'w.yaml'), 'f.txt')
-        self.assertEqual([], self.json('workflows list')['items'] if os.path.exists(self.world.path('torc_output', 'torc.db')) else [])
-
-    def test_reinit_says_what_would_run_again_and_why(self):
-        self.world.write('f.txt', 'one')
-        self.world.write('w.yaml', '''
-            name: w
-            files: [{name: f, path: f.txt}, {name: g, path: g.txt}]
-            jobs:
-              - {name: a, command: cp f.txt g.txt, input_files: [f], output_files: [g]}
-              - {name: b, command: cat g.txt, input_files: [g]}
-              - {name: c, command: "true"}
-        ''')
-        self.assertExit(0, self.world.cli('run', 'w.yaml'))
-        os.utime(self.world.path('f.txt'), (1, 1))
-        before = self.json('status 1')
-        answer = self.json('workflows reinit 1 --dry-run')
-        self.assertEqual(['a'], [change['job_name'] for change in answer['changed']])
-        again = 'would run again: a (its input f.txt changed)\nwould run again: b (a job that it depends on runs again)\n2 jobs would run again\n'
-        self.assertEqual('1 existing output file (-v: their names)\n' + again, self.text('workflows reinit 1 --dry-run'))
-        self.assertEqual('1 existing output file\nexisting output: g.txt\n' + again, self.text('workflows reinit 1 --dry-run -v'))
-        self.assertEqual(['b'], [change['job_name'] for change in answer['downstream_jobs']])
-        os.unlink(self.world.path('g.txt'))
-        self.assertNotRegex(self.text('workflows reinit 1 --dry-run'), '(?s)missing.*Safe')
-        self.world.write('g.txt', 'one')
-        self.assertEqual(before, self.json('status 1'))
-        outcome = self.world.main('workflows', 'reinit', 1)
-        self.assertExit(0, outcome, 'a will run again: ', 'b will run again: ')
-        self.assertEqual({'completed': 1, 'ready': 1, 'blocked': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
+        workflow = self.json('workflows get 2')
+        self.play('''
+            $ -f json workflows archive true 1
+            ..."updated_workflows": [
+                1
+              ],...
+            $ -f csv workflows list
+            ...
+            2,sample,...
+            $ -f csv workflows list --include-archived
+            ...
+            1,sample,...
+            2,sample,...
+            $ -f csv workflows list --archived-only
+            ...
+            1,sample,...
+            $ -f json workflows archive false 1 9 -> 4: "partial_success"
+            $ workflows update-action 1 2 --num-allocations 4 --start-one-worker-per-node yes --json '{"num_allocations": 9, "max_parallel_jobs": 3}' -> 0: Updated action 2
+            $ workflows update-action 1 2 -> 2: torc: nothing to change: give one of --scheduler-id
+            $ workflows update-action 1 2 --json [1] -> 2: torc: --json requires an object
+            $ workflows update-action 1 2 --json '{"x": 1}' -> 4: has no key 'x'
+            $ workflows delete-action 1 1 -> 2: Delete action 1 of workflow 1 (sample) of the database 
+            $ workflows delete-action 1 1 --no-prompts -> 0: Deleted action 1
+            $ cancel 1 --no-prompts -> 0: Canceled workflow 1 (sample) of the database 
+            $ TORC_USERNAME=other delete 1 7 --no-prompts -> 4
+            torc: workflow 1 belongs to tester, you are other: it stays
+            torc: workflow 7 not found
+            $ delete 1 7 --force -> 4
+            Deleted workflow 1 (sample) of the database ...
+            torc: workflow 7 not found
+            $ workflows execution-plan 2
+            ...after_prep: 'prep' completes
+                starts work, bad
+            ...
+            $ ping -> 3: torc: no server is running; 
+            ''')
+        self.assertEqual(self.json('workflows execution-plan w.yaml')['events'], self.json('workflows execution-plan 2')['events'])
+        config = self.json('workflows update-action 2 4 --num-allocations 4 --start-one-worker-per-node yes --json \'{"num_allocations": 9, "max_parallel_jobs": 3}\'')['action_config']
+        self.assertEqual((4, True, 3, 'slurm'), tuple(config[key] for key in ('num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs', 'scheduler_type')))
+        self.assertEqual([workflow], self.json('delete 2 --no-prompts'))
+        self.world.serve('-d', 'torc_output/torc.db')
+        self.assertEqual({'status': 'Server is running'}, self.json('ping'))
 
     def test_chosen_jobs_are_reset_together_and_what_waits_for_them_is_told(self):
         self.world.write('w.yaml', SAMPLE)
@@ -18996,32 +18953,20 @@ class WorkflowTest(CommandTest):
 
     def test_a_finished_workflow_is_not_run_again_unasked(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        outcome = self.assertExit(1, self.world.cli('run', 1))
-        self.assertRegex(outcome.err, r'''Workflow 1 has nothing left to do: 1 failed
-  x a: return code 5
-To go on from here: torc\.py run 1 --retry-failed
-After an edit of its file: torc\.py run --resume w\.yaml
-To run again what has changed: torc\.py workflows reinit 1; torc\.py run 1
-To run again everything: torc\.py workflows init 1; torc\.py run 1
-\Z''')
-        self.assertEqual('', outcome.out)
-        self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '--failed-only', '--no-prompts'))
-        self.assertExit(1, self.world.cli('run', 1), '1 failed')    # reset, not initialized: run does it
-
-    def test_an_execution_plan_is_the_same_before_and_after_creation(self):
-        self.make()
-        before, after = self.json('workflows execution-plan w.yaml'), self.json('workflows execution-plan 1')
-        self.assertEqual(before['events'], after['events'])
-        self.assertEqual(('spec_file', 'database', 5), (before['source'], after['source'], after['total_jobs']))
-        self.assertIn("after_prep: 'prep' completes\n    starts work, bad\n", self.text('workflows execution-plan 1'))
-
-    def test_ping_tells_a_server_from_a_database(self):
-        self.make()
-        self.assertExit(3, self.world.main('ping'), 'no server is running')
-        self.assertEqual({'status': 'error'}, {key: value for key, value in self.json('ping', 3).items() if key == 'status'})
-        self.world.serve('-d', 'torc_output/torc.db')
-        self.assertEqual({'status': 'Server is running'}, self.json('ping'))
+        self.play('''
+            $ run w.yaml -> 1: 1 failed
+            $ run 1 -> 1
+            Workflow 1 has nothing left to do: 1 failed
+              x a: return code 5
+            To go on from here: torc.py run 1 --retry-failed
+            After an edit of its file: torc.py run --resume w.yaml
+            To run again what has changed: torc.py workflows reinit 1; torc.py run 1
+            To run again everything: torc.py workflows init 1; torc.py run 1
+            $ workflows reset-status 1 --failed-only --no-prompts
+            Successfully reset workflow status for workflow 1
+            Successfully reset 1 job of workflow 1
+            $ run 1 -> 1: (w) has ended after ...1 failed
+            ''')
 
 
 # ======== 20b. Logs ========
@@ -22403,57 +22348,54 @@ class PasswordCommandTest(CommandTest):
         """Lines of the file, with hashes shortened."""
         return [re.sub(r':\$.*', ':HASH', line) for line in self.world.read('users').splitlines()]
 
-    def feed(self, password: str, *argv: str) -> Outcome:
-        """A command with a line on stdin."""
-        return self.world.cli('htpasswd', *argv, stdin=password + '\n')
-
-    def test_a_file_of_something_else_and_names_of_no_encoding_are_left_alone(self):
-        for text in ('root:x:0:0:root:/root:/bin/bash\n', 'just words\n', '# fine\nann:realm:0123\n'):
-            self.world.write('users', text)
-            self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '4', 'ann'), 'users is no password file')
-            self.assertEqual(text, self.world.read('users'))
-        self.world.write('users', '')
-        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '4', 'b\udcff'), 'is not a valid user name')     # nobody could read the file again
-        self.assertEqual('', self.world.read('users'))
-        self.world.write('users', f"\ufeffann:{torc.hash_password(b'open-sesame', 4)}\r\n")      # by an editor on Windows
-        self.assertExit(0, self.feed('open-sesame', 'verify', '-f', 'users', 'ann'))
+    def feed(self, rows: Sequence[Tuple[str, str, int, str]]) -> None:
+        """Commands on a file of users, each with a line on stdin."""
+        for password, line, code, said in rows:
+            with self.subTest(line):
+                verb, *words = shlex.split(line)
+                cost = ('-c', '4') * (verb == 'add')
+                self.assertExit(code, self.world.cli('htpasswd', verb, '-f', 'users', *cost, *words, stdin=password + '\n'), said)
 
     def test_users_are_added_changed_and_removed_and_all_else_stays(self):
         self.world.write('users', '# of the group\nzoe:$apr1$kept$asitis\n\n')
-        self.assertExit(0, self.feed('open-sesame', 'add', '-f', 'users', '-c', '4', 'ann'), 'Added user ann in users')
-        self.assertExit(0, self.feed('long enough', 'add', '-f', 'users', '-c', '4', 'bob'))
-        before = self.world.read('users')
-        self.assertExit(0, self.feed('Open-Sesame', 'add', '-f', 'users', '-c', '4', 'ann'), 'Changed user ann')
+        self.feed((
+            ('open-sesame', 'add ann',    0, 'Added user ann in users\n'),
+            ('long enough', 'add bob',    0, 'Added user bob'),
+            ('Open-Sesame', 'add ann',    0, 'Changed user ann in users\n'),
+            ('',            'list',       2, "users:2: user 'zoe': its hash is neither bcrypt nor scrypt")))
         self.assertEqual(['# of the group', 'zoe:HASH', '', 'ann:HASH', 'bob:HASH'], self.lines())
         self.assertIn('zoe:$apr1$kept$asitis\n', self.world.read('users'))
-        self.assertNotEqual(before, self.world.read('users'))
         self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('users')).st_mode))
-        self.assertExit(2, self.world.main('htpasswd', 'list', '-f', 'users'),
-                        'users:2: user \'zoe\': its hash is neither bcrypt nor scrypt')
-        self.assertExit(0, self.world.main('htpasswd', 'remove', '-f', 'users', 'zoe'))
-        self.assertEqual(['ann', 'bob'], self.json('htpasswd list -f users')['items'])
-        self.assertEqual('ann\nbob\n', self.text('htpasswd list -f users'))
-        self.assertExit(0, self.feed('Open-Sesame', 'verify', '-f', 'users', 'ann'))
-        for password, user in (('open-sesame', 'ann'), ('Open-Sesame', 'bob'), ('Open-Sesame', 'eve'), ('', 'ann')):
-            self.assertExit(4, self.feed(password, 'verify', '-f', 'users', user))
-        self.assertExit(4, self.world.main('htpasswd', 'remove', '-f', 'users', 'eve'), "user 'eve' not found")
+        wrong = 'this is not the password of '
+        self.feed((
+            ('',            'remove zoe', 0, 'Removed user zoe from users\n'),
+            ('',            'list',       0, 'ann\nbob\n'),
+            ('Open-Sesame', 'verify ann', 0, 'The password is right\n'),
+            ('open-sesame', 'verify ann', 4, wrong + 'ann'),
+            ('Open-Sesame', 'verify bob', 4, wrong + 'bob'),
+            ('',            'verify ann', 4, wrong + 'ann'),
+            ('Open-Sesame', 'verify eve', 4, "user 'eve' not found in users"),
+            ('',            'remove eve', 4, "user 'eve' not found in users")))
         self.assertEqual(['# of the group', '', 'ann:HASH', 'bob:HASH'], self.lines())
-
-    def test_a_line_alone_can_be_had(self):
+        self.world.write('users', f"\ufeffann:{torc.hash_password(b'open-sesame', 4)}\r\n")      # by an editor on Windows
+        self.feed([('open-sesame', 'verify ann', 0, '')])
         for words, wanted in (((), r'\A\$\S+\n\Z'), (('ann',), r'\Aann:\$\S+\n\Z')):
-            self.assertRegex(self.feed('open-sesame', 'hash', '-c', '4', *words).out, wanted)
+            self.assertRegex(self.world.cli('htpasswd', 'hash', '-c', '4', *words, stdin='open-sesame\n').out, wanted)
 
-    def test_what_cannot_be_a_user_or_a_password_is_refused(self):
-        for password, user, text in (('short', 'ann', 'at least 8 characters'),
-                                     ('open-sesame', 'a:b', 'not a valid user name'),
-                                     ('open-sesame', '#a', 'not a valid user name'),
-                                     ('open-sesame', 'a\x1bb', 'not a valid user name'),
-                                     ('open-sesame', '', 'not a valid user name'),
-                                     ('open-sesame', 'anonymous', 'cannot be a user')):
-            self.assertExit(2, self.feed(password, 'add', '-f', 'users', '-c', '4', user), text)
-        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'users', '-c', '3', 'ann'), '3 is less than 4')
-        self.assertExit(2, self.feed('open-sesame', 'add', '-f', 'no/users', '-c', '4', 'ann'), 'cannot write no/users')
+    def test_what_cannot_be_a_user_a_password_or_a_file_of_them_is_refused_and_changes_nothing(self):
+        name = 'is not a valid user name'
+        self.feed((
+            ('short',       'add ann',            2, 'at least 8 characters'),
+            ('open-sesame', 'add a:b',            2, name), ('open-sesame', 'add "#a"', 2, name), ('open-sesame', 'add a\x1bb', 2, name),
+            ('open-sesame', "add ''",             2, name), ('open-sesame', 'add b\udcff', 2, name),
+            ('open-sesame', 'add anonymous',      2, 'cannot be a user'),
+            ('open-sesame', 'add -c 3 ann',       2, '3 is less than 4'),
+            ('open-sesame', 'add -f no/users ann', 2, 'cannot write no/users')))
         self.assertFalse(os.path.exists(self.world.path('users')))
+        for text in ('root:x:0:0:root:/root:/bin/bash\n', 'just words\n', '# fine\nann:realm:0123\n'):
+            self.world.write('users', text)
+            self.feed([('open-sesame', 'add ann', 2, 'users is no password file')])
+            self.assertEqual(text, self.world.read('users'))
 
     def test_a_password_on_the_command_line_is_warned_of(self):
         outcome = self.assertExit(0, self.world.main('htpasswd', 'add', '-f', 'users', '-p', 'open-sesame', '-c', 4, 'ann'))
