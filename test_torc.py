@@ -18883,10 +18883,7 @@ class WorkflowTest(CommandTest):
         self.make()
         workflow = self.json('workflows get 2')
         self.play('''
-            $ -f json workflows archive true 1
-            ..."updated_workflows": [
-                1
-              ],...
+            $ workflows archive true 1 -> 0: Archived workflow 1
             $ -f csv workflows list
             ...
             2,sample,...
@@ -24976,7 +24973,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33465
+TORC_LINES = 33407
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

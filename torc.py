@@ -26664,8 +26664,7 @@ def cmd_workflows_new(session: Session, args: Arguments) -> int:
     """An empty workflow, to be filled with `jobs create` and the like."""
     body = dict(given(args), user=user_name(), submission_directory=printable(os.getcwd()))
     workflow = session.call('create_workflow', body)
-    session.answer(workflow, f"Created workflow {workflow['id']}\n")
-    return 0
+    return Answer(workflow, [f"Created workflow {workflow['id']}"])
 
 
 def cmd_workflows_list(session: Session, args: Arguments) -> int:
@@ -26703,41 +26702,24 @@ def cmd_update_action(session: Session, args: Arguments) -> int:
     require_changes(session, changes)
     action = session.call('update_workflow_action', changes, workflow_id=args['workflow_id'],
                           action_id=args['action_id'])
-    session.answer(action, f"Updated action {args['action_id']}\n")
-    return 0
+    return Answer(action, [f"Updated action {args['action_id']}"])
 
 
-def cmd_archive(session: Session, args: Arguments) -> int:
+def cmd_archive(session: Session, args: Arguments) -> Answer:
     """Hide workflows from lists, or show them again."""
-    done, errors = [], []
-    for workflow_id in args['workflow_ids'] or [choose_workflow(session, {'workflow_id': None})]:
-        try:
-            session.call('archive_workflow', {'is_archived': args['is_archived']}, workflow_id=workflow_id)
-            done.append(workflow_id)
-        except NotFound as error:
-            errors.append({'workflow_id': workflow_id, 'error': error.message})
-    status = 'success' if not errors else 'partial_success' if done else 'error'
-    answer = {'status': status, 'updated_workflows': done, 'is_archived': args['is_archived']}
+    body = {'is_archived': args['is_archived']}
+    done, code = try_each(session, args['workflow_ids'] or [choose_workflow(session, {'workflow_id': None})],
+                          lambda number: session.call('archive_workflow', body, workflow_id=number)['id'])
+    status = 'success' if not code else 'partial_success' if done else 'error'
     word = 'Archived' if args['is_archived'] else 'Unarchived'
-    session.answer(dict(answer, errors=errors) if errors else answer,
-                   ''.join(f'{word} workflow {number}\n' for number in done))
-    for error in errors:
-        session.report(f"workflow {error['workflow_id']}: {error['error']}")
-    return NotFound.exit if errors else 0
+    return Answer(dict(body, status=status, updated_workflows=done),
+                  [f'{word} workflow {number}' for number in done], code=code)
 
 
-def cmd_init(session: Session, args: Arguments) -> int:
-    """Make every job ready or blocked again, in a new run, whatever its status is."""
-    return initialize(session, args, False)
-
-
-def cmd_reinit(session: Session, args: Arguments) -> int:
-    """Make ready what must run again because files, data or commands changed, and what depends on it."""
-    return initialize(session, args, True)
-
-
-def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
-    """What init and reinit have in common: a check of the files, a reset, and the server's work."""
+def cmd_init(session: Session, args: Arguments) -> Any:
+    """Make jobs ready or blocked again, in a new run: all, or by `reinit` those that must run again, because
+    files, data or commands changed, and what depends on them."""
+    is_partial = session.command.name.endswith('reinit')
     workflow = session.workflow(choose_workflow(session, args))
     number, client = workflow['id'], session.client
     check = check_files(client, workflow)
@@ -26751,7 +26733,7 @@ def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
             return 0
         count = len(check.existing_outputs)
         if count:
-            session.report(f'{count} output files exist already and will be written over')
+            session.report(f"{counted(count, 'existing output file')} will be written over")
     session.call('reset_workflow_status', workflow_id=number, force=args['force'])
     if not is_partial:
         session.call('reset_job_status', workflow_id=number)
@@ -26762,39 +26744,38 @@ def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
     return answer_task(session, args, task)
 
 
-def cmd_tasks_wait(session: Session, args: Arguments) -> int:
+def cmd_tasks_wait(session: Session, args: Arguments) -> Answer:
     """Say how a task ended."""
     task = session.call('get_task', task_id=args['id'])
     about = f"{task['operation']} of workflow {task['workflow_id']}"
-    session.answer(task, f"Task {task['id']} ({about}): {task['status']}\n")
+    code = 0
     if task.get('error'):
         session.report(f"torc: {task['error']}")
-    return 1 if task.get('error') else 0
+        code = 1
+    return Answer(task, [f"Task {task['id']} ({about}): {task['status']}"], code=code)
 
 
-def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
+def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> Answer:
     """What init and reinit say: how it ended, or, with --async, that there is a task."""
     is_reinit = session.command.name.endswith('reinit')
     doing, noun = ('Reinitializing', 'Reinitialize') if is_reinit else ('Initializing', 'Initialization')
     workflow_id, error = task['workflow_id'], task.get('error')
-    value = {'status': 'success', 'task_id': task['id'], 'task_operation': task['operation'],
-             'task_status': task['status'], 'workflow_id': workflow_id}
+    value = {'status': 'error' if error else 'success', 'task_id': task['id'],
+             'task_operation': task['operation'], 'task_status': task['status'], 'workflow_id': workflow_id}
     if args['async']:
         wait = command_line(session, 'tasks', 'wait', task['id'])
-        session.answer(dict(value, message=f'{noun} task created'),
-                       f"Task {task['id']} initializes workflow {workflow_id}; how it ended: {wait}\n")
-        return 0
+        return Answer(dict(value, message=f'{noun} task created'),
+                      [f"Task {task['id']} initializes workflow {workflow_id}; how it ended: {wait}"])
     value.update(error=error, message=f"{doing} task {'failed' if error else 'completed'}")
     if error:
         session.report(f'torc: {error}')
-        value['status'] = 'error'
+        return Answer(value, [], code=1)
     run = start_line(session, workflow_id)
-    session.answer(value, '' if error else f'Workflow {workflow_id} is initialized. Run it with: {run}\n')
-    return 1 if error else 0
+    return Answer(value, [f'Workflow {workflow_id} is initialized. Run it with: {run}'])
 
 
 def answer_file_check(session: Session, workflow_id: int, check: FileCheck, found: Dict[str, Any],
-                      is_verbose: bool) -> int:
+                      is_verbose: bool) -> Answer:
     """What a dry run of init and reinit says; `found` is what would run again."""
     value = {'existing_output_file_count': len(check.existing_outputs),
              'existing_output_files': check.existing_outputs,
@@ -26810,13 +26791,13 @@ def answer_file_check(session: Session, workflow_id: int, check: FileCheck, foun
         lines.append(counted(len(check.existing_outputs), 'existing output file') + hint)
     lines += [f'existing output: {path}' for path in check.existing_outputs if is_verbose]
     lines += [f"would run again: {change['job_name']} ({change['reason']})" for change in changed]
+    again = counted(len(changed), 'job') + ' would run again'
     lines.append('Not safe: make what is missing, or give --force' if not value['safe'] else
-                 f'{len(changed)} jobs would run again' if changed else 'Safe: no input is missing')
-    session.answer(value, format_lines(lines))
-    return 0 if value['safe'] else Refused.exit
+                 again if changed else 'Safe: no input is missing')
+    return Answer(value, lines, code=0 if value['safe'] else Refused.exit)
 
 
-def cmd_reset_status(session: Session, args: Arguments) -> int:
+def cmd_reset_status(session: Session, args: Arguments) -> Any:
     """Set jobs back to uninitialized: all, or those that did not complete."""
     workflow_id = choose_workflow(session, args)
     which = 'jobs that failed' if args['failed_only'] else 'all jobs'
@@ -26834,11 +26815,10 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
                   'workflow_reset': True}
     value = {'failed_only': bool(args['failed_only']), 'messages': messages, 'operations': operations,
              'status': 'success', 'workflow_id': workflow_id}
-    session.answer(value, format_lines(messages))
-    return 0
+    return Answer(value, messages)
 
 
-def cmd_status(session: Session, args: Arguments) -> int:
+def cmd_status(session: Session, args: Arguments) -> Answer:
     """How far a workflow is."""
     status = session.call('get_workflow_status', workflow_id=choose_workflow(session, args))
     status['run_id'] = session.workflow(status['workflow_id']).get('run_id') or 0   # `reconcile` asks for it
@@ -26852,17 +26832,16 @@ def cmd_status(session: Session, args: Arguments) -> int:
         waiting = call_addition(session.client, 'explain_waiting', workflow_id=status['workflow_id'])
         status['allocations'] = waiting.get('allocations', [])
         status['silent_runners'] = silent_runners(waiting)
-    style = style_of(session.out, os.environ)
-    session.answer(status, format_status(status, style, command_line(session)), style)
     for labels, count in status['unserved_ready_labels'].items():
-        session.report(f'warning: {count} ready jobs wait for a runner with --label {labels}')
-    if status.get('runtime_blocked_ready_jobs'):
-        count = status['runtime_blocked_ready_jobs']
-        session.report(f'warning: {count} ready jobs need more time than any active node has left')
-    return 0
+        session.report(f"warning: no runner with --label {labels} for {counted(count, 'ready job')}")
+    count = status.get('runtime_blocked_ready_jobs')
+    if count:
+        session.report(f"warning: no active node has enough time left for {counted(count, 'ready job')}")
+    style = style_of(session.out, os.environ)
+    return Answer(status, format_status(status, style, command_line(session)), style)
 
 
-def cmd_delete_workflows(session: Session, args: Arguments) -> int:
+def cmd_delete_workflows(session: Session, args: Arguments) -> Any:
     """Delete workflows and everything that belongs to them, but no file on disk."""
     found, code = try_each(session, args['workflow_ids'],
                            functools.partial(deletable_workflow, session, args['force']))
@@ -26875,9 +26854,8 @@ def cmd_delete_workflows(session: Session, args: Arguments) -> int:
     for workflow in deleted:    # the command's answer is the workflow alone
         workflow.pop('message', None)
     location = session.client.location
-    names = [f"workflow {workflow['id']} ({workflow['name']})" for workflow in deleted]
-    session.answer(deleted, format_lines(f'Deleted {name} of {location}' for name in names))
-    return later or code
+    return Answer(deleted, [f"Deleted workflow {workflow['id']} ({workflow['name']}) of {location}"
+                            for workflow in deleted], code=later or code)
 
 
 def try_each(session: Session, ids: Sequence[int], act: Callable[[int], Any]) -> Tuple[List[Any], int]:
@@ -26903,28 +26881,23 @@ def deletable_workflow(session: Session, is_forced: bool, workflow_id: int) -> D
     return workflow
 
 
-def cmd_ping(session: Session, args: Arguments) -> int:
+def cmd_ping(session: Session, args: Arguments) -> Answer:
     """Whether a server answers."""
     session.call('ping')
     if session.client.is_direct:
         path = session.client.database
         raise Unreachable(f'no server is running; commands use the database {path} directly; '
                           f'`torc.py serve -d {shlex.quote(path)}` starts a server')
-    session.answer({'status': 'Server is running'}, 'Server is running\n')
-    return 0
+    return Answer({'status': 'Server is running'}, ['Server is running'])
 
 
 # -------- jobs --------
 
-def read_commands(session: Session, path: str) -> List[str]:
-    """Lines of a file of commands, '-' for stdin, without blank ones and comments."""
-    text = read_input(session, path).decode('utf-8', 'surrogateescape')
-    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith('#')]
-
-
-def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
-    """A job for each line of a file, all with the same requirements."""
-    workflow_id, commands = args['workflow_id'], read_commands(session, args['file'])
+def cmd_jobs_create_from_file(session: Session, args: Arguments) -> Answer:
+    """A job for each line of a file ('-': stdin) but blank ones and comments, all with the same needs."""
+    text = read_input(session, args['file']).decode('utf-8', 'surrogateescape')
+    lines, workflow_id = map(str.strip, text.splitlines()), args['workflow_id']
+    commands = [line for line in lines if line and line[0] != '#']
     if not commands:
         raise BadInput(f"{args['file']} holds no command: write one on each line")
     taken = frozenset(session.call('get_dependency_graph', workflow_id=workflow_id)['job_names'])
@@ -26940,11 +26913,10 @@ def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
         session.call('create_jobs', {'jobs': jobs[start:start + MAX_LIST_ITEMS]})
     message = f"Successfully created {counted(len(jobs), 'job')} from file"
     value = {'jobs_created': len(jobs), 'message': message, 'status': 'success', 'workflow_id': workflow_id}
-    session.answer(value, message + '\n')
-    return 0
+    return Answer(value, [message])
 
 
-def cmd_jobs_update(session: Session, args: Arguments) -> int:
+def cmd_jobs_update(session: Session, args: Arguments) -> Answer:
     """Change a job; --runtime changes the requirements that it then has, which other jobs may share."""
     changes, runtime = given(args, 'id', 'runtime', 'clear_labels'), args['runtime']
     if args['clear_labels']:
@@ -26961,11 +26933,10 @@ def cmd_jobs_update(session: Session, args: Arguments) -> int:
         if count > 1:
             name = f"resource requirements {needs_id} ({needs['name']})"
             session.report(f'the runtime of {name} is {runtime} now; {count} jobs share them')
-    session.answer(job, f"Updated job {args['id']}\n")
-    return 0
+    return Answer(job, [f"Updated job {args['id']}"])
 
 
-def cmd_jobs_delete(session: Session, args: Arguments) -> int:
+def cmd_jobs_delete(session: Session, args: Arguments) -> Answer:
     """Delete jobs: all, or none if one does not exist or is active."""
     jobs = [session.job(job_id) for job_id in dict.fromkeys(args['job_ids'])]
     active = [job['name'] for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_active]
@@ -26973,41 +26944,25 @@ def cmd_jobs_delete(session: Session, args: Arguments) -> int:
         raise Refused(f'jobs are pending or running: {first_of(active)}; wait for their end, '
                       'or cancel the workflow')
     deleted = [session.call('delete_job', job_id=job['id']) for job in jobs]
-    session.answer({'items': deleted}, format_lines(f"Deleted job {job['id']}" for job in deleted))
-    return 0
+    return Answer({'items': deleted}, [f"Deleted job {job['id']}" for job in deleted])
 
 
-def jobs_with(session: Session, args: Arguments, op: str, key: str) -> Iterator[Tuple[Dict[str, Any], Any]]:
-    """Jobs of a workflow, or the given one, each with the object of a list that its `key` names, if any."""
-    jobs = ([session.job(args['job_id'])] if args['job_id'] is not None else
-            session.items('list_jobs', workflow_id=choose_workflow(session, args)))
-    items = session.items(op, workflow_id=jobs[0]['workflow_id']) if jobs else []
-    known = {item['id']: item for item in items}
-    return ((job, known[job[key]]) for job in jobs if job.get(key) in known)
+def lists_of_jobs(op: str, key: str, prefix: str, columns: str, what: str) -> CommandFunction:
+    """A command that lists jobs, or the given one, each with the object of a list that its `key` names."""
+    def command(session: Session, args: Arguments) -> Listing:
+        jobs = ([session.job(args['job_id'])] if args['job_id'] is not None else
+                session.items('list_jobs', workflow_id=choose_workflow(session, args)))
+        items = session.items(op, workflow_id=jobs[0]['workflow_id']) if jobs else []
+        known = {item['id']: item for item in items}
+        rows = [dict(known[job[key]], job_id=job['id'], job_name=job['name'])
+                for job in jobs if job.get(key) in known]
+        for row in rows:
+            row.update({f'{prefix}_{name}': row.pop(name) for name in ('id', 'name')})
+        return Listing(headings_of(columns), rows, what, rows)
+    return command
 
 
-def cmd_jobs_requirements(session: Session, args: Arguments) -> int:
-    """Resource requirements of each job."""
-    rows = []
-    for job, needs in jobs_with(session, args, 'list_resource_requirements', 'resource_requirements_id'):
-        row = dict(needs, job_id=job['id'], job_name=job['name'], rr_id=needs['id'], rr_name=needs['name'])
-        del row['id'], row['name']
-        rows.append(row)
-    session.show_list(headings_of(JOB_REQUIREMENT_COLUMNS), rows, 'jobs', rows)
-    return 0
-
-
-def cmd_jobs_handlers(session: Session, args: Arguments) -> int:
-    """Failure handler of each job that has one."""
-    rows = [{'job_id': job['id'], 'job_name': job['name'], 'failure_handler_id': handler['id'],
-             'failure_handler_name': handler['name'], 'rules': handler['rules'],
-             'workflow_id': job['workflow_id']}
-            for job, handler in jobs_with(session, args, 'list_failure_handlers', 'failure_handler_id')]
-    session.show_list(headings_of(JOB_HANDLER_COLUMNS), rows, 'jobs with a failure handler', rows)
-    return 0
-
-
-def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
+def cmd_jobs_reset_status(session: Session, args: Arguments) -> Any:
     """Set jobs back to uninitialized; with --reinit they and what depends on them become ready."""
     chosen = [key for key in ('job_ids', 'status', 'return_code') if args[key] not in (None, [])]
     if len(chosen) != 1:
@@ -27026,9 +26981,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
                       workflow_id=workflow_id)
     if args['dry_run']:
         value = dict(found, dry_run=True, reinit_requested=bool(args['reinit']))
-        lines = [f"would reset {job['job_id']} {job['name']} ({job['status']})" for job in jobs]
-        session.answer(value, format_lines(lines))
-        return 0
+        return Answer(value, [f"would reset {job['job_id']} {job['name']} ({job['status']})" for job in jobs])
     refuse_at_work(session.client, workflow_id, args['force'])
     named = name_workflow(session, workflow_id)
     if not session.confirm(f"Reset the status of {counted(len(jobs), 'job')} of {named}?"):
@@ -27041,8 +26994,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
         'reinit': {'applied': bool(args['reinit']), 'error': None, 'requested': bool(args['reinit'])},
         'requested_job_ids': job_ids, 'reset_count': len(jobs), 'reset_job_ids': job_ids,
         'status': 'success', 'workflow_id': workflow_id}
-    session.answer(value, f"Reset {counted(len(jobs), 'job')}. {value['next_steps']}\n")
-    return 0
+    return Answer(value, [f"Reset {counted(len(jobs), 'job')}. {value['next_steps']}"])
 
 
 # ======== 20b. Logs: results, what jobs wrote, and what they used ========
@@ -31374,7 +31326,7 @@ def reload_after(session: Session, args: Arguments) -> None:
         # -p of these commands is the password that is changed; this one is for the connection.
         session.options.update(password=args['server_password'] or session.options['password'])
         answer = session.call('reload_auth')
-        session.report(f"{answer['message']}: {answer['user_count']} users")
+        session.report(f"{answer['message']}: {counted(answer['user_count'], 'user')}")
 
 
 def cmd_htpasswd_add(session: Session, args: Arguments) -> int:
@@ -31390,10 +31342,11 @@ def cmd_htpasswd_add(session: Session, args: Arguments) -> int:
 
 def cmd_htpasswd_hash(session: Session, args: Arguments) -> int:
     """Only say what a password file would hold."""
+    prefix = ''
     if args['user'] is not None:
         check_user_name(args['user'])
-    stored = hash_password(new_password(session, args), args['cost'])
-    session.show(f"{args['user']}:{stored}\n" if args['user'] is not None else stored + '\n')
+        prefix = args['user'] + ':'
+    session.show(prefix + hash_password(new_password(session, args), args['cost']) + '\n')
     return 0
 
 
@@ -31405,11 +31358,10 @@ def cmd_htpasswd_remove(session: Session, args: Arguments) -> int:
     return 0
 
 
-def cmd_htpasswd_list(session: Session, args: Arguments) -> int:
+def cmd_htpasswd_list(session: Session, args: Arguments) -> Answer:
     """Names of the users."""
     users = list(read_users(args['file']))
-    session.answer({'items': users}, format_lines(users or ['']))
-    return 0
+    return Answer({'items': users}, users)
 
 
 def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
@@ -31425,7 +31377,7 @@ def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
 
 # -------- serving --------
 
-def cmd_serve(session: Session, args: Arguments) -> int:
+def cmd_serve(session: Session, args: Arguments) -> Any:
     """Serve a database until a signal; or have it copied."""
     if args['backup'] is not None:
         return back_up(session, args)
@@ -31436,8 +31388,14 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     options = server_options(session, args)
     if options.database == IN_MEMORY and options.snapshot_interval_s is not None:
         raise BadInput('--in-memory writes the database to a file: give one with -d FILE')
-    log_dir = args['log_dir'] or os.environ.get('TORC_LOG_DIR', '')
-    log_path = prepare_log(log_dir) if log_dir else ''
+    log_dir, log_path = absolute(args['log_dir'] or os.environ.get('TORC_LOG_DIR')), ''
+    if log_dir:
+        log_path = os.path.join(log_dir, 'torc-server.log')
+        try:
+            make_directory(log_dir, 0o700)
+        except OSError as error:
+            raise BadInput(f'cannot make the directory {log_dir}: {error.strerror}; '
+                           'give another place with --log-dir') from None
     if args['json_logs']:
         for handler in log.handlers:
             handler.setFormatter(JsonLines())
@@ -31454,8 +31412,7 @@ def cmd_serve(session: Session, args: Arguments) -> int:
 
     with contextlib.ExitStack() as stack:
         if log_path:
-            file = stack.enter_context(contextlib.closing(LogFile(log_path)))
-            stack.enter_context(logging_with(file, log.handlers[-1].formatter))
+            stack.enter_context(logging_with(LogFile(log_path), log.handlers[-1].formatter))
         serve_database(options, announce)
     return 0
 
@@ -31463,7 +31420,7 @@ def cmd_serve(session: Session, args: Arguments) -> int:
 BACKUP_POLL_S = 0.05
 
 
-def back_up(session: Session, args: Arguments) -> int:
+def back_up(session: Session, args: Arguments) -> Answer:
     """Copy a database to a file: through its server, or, if it has none, directly."""
     path = absolute(args['backup'])
     if not path:
@@ -31491,9 +31448,7 @@ def back_up(session: Session, args: Arguments) -> int:
     found = f'on host {host}'   # with a file system of its own, perhaps
     with contextlib.suppress(FileNotFoundError):
         found = format_memory(os.path.getsize(path))
-    text = f"Copied {value['database']} to {path} ({found})"
-    session.answer(value, format_lines([text]))
-    return 0
+    return Answer(value, [f"Copied {value['database']} to {path} ({found})"])
 
 
 def server_options(session: Session, args: Arguments) -> ServerOptions:
@@ -31506,6 +31461,7 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
     if not re.match(r'[1-9][0-9]{0,5}\Z', kept):
         raise BadInput(printable(f'TORC_SERVER_SNAPSHOT_KEEP={kept}: write how many copies are kept, from 1'))
     database = served_database(session, args)
+    beside = state_directory() if database == IN_MEMORY else os.path.dirname(database)
     travels = in_slurm_job() and database != IN_MEMORY
     host, port = '0.0.0.0' if travels and not args['no_auth'] else '127.0.0.1', 0 if travels else DEFAULT_PORT
     return ServerOptions(
@@ -31515,18 +31471,12 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
         from_snapshot=bool(args['from_snapshot']),
         tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
-        snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH')) or snapshot_path(database),
-        snapshots_kept=int(kept),
+        snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH') or
+                          os.path.join(beside, 'torc-server-snapshot.db')), snapshots_kept=int(kept),
         allows_sql=not args['disable_admin_sql'], allows_sql_writes=not args['disable_admin_sql_writes'],
         auth_file=args['auth_file'] or os.environ.get('TORC_AUTH_FILE', ''), known_s=read_known_s(args),
         enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args),
         snapshot_interval_s=session.snapshot_interval_s)
-
-
-def snapshot_path(database: str) -> str:
-    """Path of a copy of a database: beside it; in the state directory for one that exists only in memory."""
-    directory = state_directory() if database == IN_MEMORY else os.path.dirname(database)
-    return os.path.join(directory, 'torc-server-snapshot.db')
 
 
 def absolute(path: Optional[str]) -> str:
@@ -31546,30 +31496,21 @@ def served_database(session: Session, args: Arguments) -> str:
     return path if path == IN_MEMORY else absolute(path or IN_MEMORY)
 
 
-def prepare_log(directory: str) -> str:
-    """Path of the log in a directory, which is made if need be."""
-    try:
-        make_directory(directory, 0o700)
-    except OSError as error:
-        raise BadInput(f'cannot make the directory {directory}: {error.strerror}; '
-                       'give another place with --log-dir') from None
-    return os.path.join(os.path.abspath(directory), 'torc-server.log')
-
-
 @contextlib.contextmanager
 def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
-    """Log lines of this program go to a handler too, for a while."""
+    """Log lines of this program go to a handler too, which is closed in the end."""
     handler.setFormatter(formatter)
     log.addHandler(handler)
     try:
         yield
     finally:
         log.removeHandler(handler)
+        handler.close()
 
 
 # -------- installing --------
 
-def cmd_install(session: Session, args: Arguments) -> int:
+def cmd_install(session: Session, args: Arguments) -> Answer:
     """Install this file as the command `torc`, compiled."""
     made = installation_of(args['prefix'])
     try:
@@ -31584,9 +31525,7 @@ def cmd_install(session: Session, args: Arguments) -> int:
                        'give another place with --prefix') from None
     value = {'launcher': made.launcher, 'module': made.module, 'python': sys.executable,
              'version': __version__}
-    text = f'Installed torc {__version__} as {made.launcher}, for {sys.executable}'
-    session.answer(value, format_lines([text]))
-    return 0
+    return Answer(value, [f'Installed torc {__version__} as {made.launcher}, for {sys.executable}'])
 
 
 # ======== 20k. Arguments: what commands take ========
@@ -32475,7 +32414,7 @@ COMMANDS = (
         'workflows update 1 -n study'),
     Command('workflows init', cmd_init, 'make all jobs ready or blocked again, in a new run',
         (ASKED_WF, *INIT_OPTIONS), 'workflows init 1 --no-prompts'),
-    Command('workflows reinit', cmd_reinit, 'make jobs ready whose inputs or commands have changed',
+    Command('workflows reinit', cmd_init, 'make jobs ready whose inputs or commands have changed',
         (ASKED_WF, *INIT_OPTIONS), 'workflows reinit 1 --dry-run'),
     Command('workflows reset-status', cmd_reset_status, 'reset jobs to uninitialized', (
         ASKED_WF, Argument('--failed-only', '', 'only those that failed, and what depends on them'),
@@ -32580,10 +32519,13 @@ COMMANDS = (
         Argument('--workflow-id', 'WF', 'workflow of --status and --return-code', parse_id), ALTHOUGH_RUNNING,
         DRY_RUN, Argument('--reinitialize --reinit', '', 'and make them ready')),
         'jobs reset-status --return-code 1 --workflow-id 1 --reinit --no-prompts'),
-    Command('jobs list-resource-requirements', cmd_jobs_requirements,
+    Command('jobs list-resource-requirements', lists_of_jobs(
+        'list_resource_requirements', 'resource_requirements_id', 'rr', JOB_REQUIREMENT_COLUMNS, 'jobs'),
         'list the resource requirements of jobs', (ASKED_WF, JOB), 'jobs list-resource-requirements 1', True),
-    Command('jobs list-failure-handlers', cmd_jobs_handlers, 'list failure handlers of jobs', (ASKED_WF, JOB),
-        'jobs list-failure-handlers 1', True),
+    Command('jobs list-failure-handlers', lists_of_jobs(
+        'list_failure_handlers', 'failure_handler_id', 'failure_handler', JOB_HANDLER_COLUMNS,
+        'jobs with a failure handler'),
+        'list failure handlers of jobs', (ASKED_WF, JOB), 'jobs list-failure-handlers 1', True),
 
     Command('files create', cmd_create, 'add a file to a workflow', (
         ASKED_WF, THE_NAME, Argument('-p --path', 'PATH', 'where it is', count='!')),
