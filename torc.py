@@ -32079,8 +32079,9 @@ From Python
     `client = torc.Client.connect(needs_server=True)` has a method for each
     operation, with dicts; client.pages('list_jobs', workflow_id=1) reads a list
     of any length, client.stream('stream_workflow_events', workflow_id=1) events
-    as they come. help(torc.Client) says more. With `enable_ro_crate: true` in
-    the file, client.list_ro_crate_entities(1) says what was made from what.
+    as they come, up to workflow_completed or workflow_canceled. The rest is in
+    help(torc.Client). With `enable_ro_crate: true` in the file,
+    client.list_ro_crate_entities(1) says what was made from what.
 
 From a job
     TORC_API_URL, TORC_TOKEN_FILE and TORC_WORKFLOW_ID lead to its server, for
@@ -32101,8 +32102,9 @@ Jobs that make jobs
 Who may use a server
     Its owner, by a token beside the database (mode 0600). Commands, runners and
     torc.Client sign requests with it and never send it. curl and Torc's own
-    clients do send it: use https for them. A token that others have seen is
-    replaced by `serve --new-token`. Jobs run as who runs the runner.
+    clients do send it: use https for them. Through a proxy that alters paths or
+    bodies only passwords work. A token that others have seen is replaced by
+    `serve --new-token`. Jobs run under the account that runs the runner.
 
 Several users
     Each has a password in a file like Apache's htpasswd. They see all workflows
