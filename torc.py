@@ -4661,10 +4661,15 @@ More than {limit} instances are refused, unless --max-instances N lifts the limi
 """
 
 
+def fill_lines(text: str) -> List[str]:
+    """A text in lines of 72 columns."""
+    return [line.rstrip() for line in re.findall(r'\S.{0,71}(?:\s|\Z)', text)]
+
+
 def format_parameter_help() -> str:
     """Text of `help parameters`."""
     templates = ', '.join(dict.fromkeys(field.name for field in FIELDS if field.is_template))
-    lines = [line.rstrip() for line in re.findall(r'\S.{0,75}(?:\s|\Z)', templates)]
+    lines = fill_lines(templates)
     text = PARAMETER_HELP.replace('{templates}', ('\n' + ' ' * 24).join(lines))
     return text.replace('{limit}', f'{MAX_INSTANCES:,}')
 
@@ -4676,20 +4681,28 @@ def format_default(field: Field) -> str:
     return field.default if isinstance(field.default, str) else json.dumps(field.default)
 
 
+PLAIN_KINDS = ('text', 'name', 'path', 'list', 'mapping', 'any value')     # as a field's help says anyway
+
+
 def format_field_help() -> str:
     """Text of `help spec`: every field of a workflow file."""
-    lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. '
-             'Its fields (* required, {} takes parameters):']
+    lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. Its fields',
+             '(* required, {} takes parameters, [type; default]):']
     for where, title in BLOCKS.items():
         lines += ['', title]
         for field in FIELDS_OF[where].values():
             marks = ('*' if field.default is REQUIRED else ' ') + (' {}' if field.is_template else '   ')
+            kind = TYPES[field.type].words
             default = format_default(field) if field.default is not REQUIRED else ''
-            meaning = field.help + (f' [{default}]' if default else '')
-            lines.append(f'  {field.name:28} {marks} {meaning}')
-            kind = TYPES[field.type]
-            if '|' in kind.words:
-                lines.append(f'      {kind.words}')
+            noted = '; '.join(filter(None, ('' if '|' in kind or kind in PLAIN_KINDS else kind, default)))
+            if len(field.name) > 30:
+                lines.append(f'  {field.name}')
+            name = field.name if len(field.name) <= 30 else ''
+            first, *others = fill_lines(field.help + (f' [{noted}]' if noted else ''))
+            lines.append(f'  {name:30} {marks} {first}')
+            lines += [' ' * 38 + line for line in others]
+            if '|' in kind:
+                lines.append(f'      {kind}')
     return '\n'.join(lines) + '\n'
 
 
