@@ -16823,7 +16823,7 @@ class ResourceUseTest(unittest.TestCase):
                 (dict(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165),
                  'Memory 8.00 GB 10.50 GB +31.2%, CPU 300% (3 cores) 501.4% +67.1%, Runtime 2h 0m 0s 2h 45m 0s +37.5%'),
                 (dict(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60), 'Memory 100.0 MB 0.0 MB 0.0%, Runtime 10m 0s 2m 5s 0.0%'),
-                ({}, 'Runtime 1h 0m 0s 1m 0s 0.0%'), (dict(peak=GIB, cpu=800.0, **self.DEFAULT), ''),
+                ({}, 'Runtime 1h 0m 0s 1m 0s 0.0%'), (dict(code=-128, minutes=540), ''),      # until it was missed (dict(peak=GIB, cpu=800.0, **self.DEFAULT), ''),
                 (dict(memory='much', runtime='long', peak=GIB, cpu=10.0), 'CPU 100% (1 cores) 10.0% 0.0%'),
                 (dict(memory='0', runtime='PT0S', peak=GIB), '')):
             found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
@@ -17519,7 +17519,7 @@ class RemoteHarmTest(RemoteCase):
             self.assertExit(0, self.world.cli(verb, 1), '(w1)', 'nothing was heard of it for', 'torc.py workflows sync-status 1')
         self.world.wait(lambda: 'failed' in self.world.cli('workflows', 'sync-status', 1).out, 60, 'the end of the lease')
         self.wait_workers(w1=r'ended \(killed, or with its host\)', w2='ended .*')
-        self.assertExit(0, self.world.cli('recover', 1), '2 jobs are to run; go on with: torc.py remote run 1')
+        self.assertExit(0, self.world.cli('recover', 1), '2 jobs to run; go on with: torc.py remote run 1')
         self.work(1)
         self.wait_jobs(completed=4)
         self.assertEqual([f'job_{number}' for number in range(1, 5)], self.done())
@@ -21387,27 +21387,34 @@ class RecoverTest(RecoverCase):
                 result = self.json('recover 1')['result']
                 self.assertEqual(([1], memory), (result['jobs_to_retry'], self.needs()['oom'][0]))
 
-    def test_what_runners_kept_in_journals_is_taken_in_before_it_counts_as_lost(self):
-        for last in ('recover 1', 'watch 1 --once'):
+    def journaled(self, place: str = 'torc_output') -> None:
+        """Job gone counts as lost, but its end is in a journal; bad has failed."""
+        self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}', {name: self.ENDS[name] for name in ('gone', 'bad')})
+        write_journal(self.world.path(place, 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1, torc_py=database_of(self.world))])
+
+    def test_what_runners_kept_in_journals_anywhere_is_taken_in_before_it_counts_as_lost(self):
+        for last, place in (('recover 1', 'torc_output'), ('watch 1 --once', 'torc_output'), ('recover 1 --profile kestrel', 'scratch')):
             with self.subTest(last), contextlib.ExitStack() as stack:
                 self.world = stack.enter_context(contextlib.closing(World()))
-                self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
-                           {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
-                path = self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db')
-                write_journal(path, [journal_entry(1, torc_py=database_of(self.world))])
+                self.journaled(place)
+                self.world.fake_slurm(squeue='true')
+                database = self.world.path('torc_output', 'torc.db')
+                if place == 'scratch':      # of an allocation that is gone
+                    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+                        connection.execute('INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, status, '
+                                           "submission) VALUES (1, 50, 1, 'slurm', 'active', ?)", (json.dumps({'output_dir': self.world.path(place)}),))
+                self.assertIn('1 journals in ', self.world.main('recover', '1', '--dry-run', '--profile', 'kestrel').err)
                 self.assertEqual('failed', self.statuses()['gone'])
-                if last == 'recover 1':
-                    self.assertIn('1 journals in ', self.world.main('recover', '1', '--dry-run').err)
-                    self.assertEqual('failed', self.statuses()['gone'])
-                said = self.world.main(*last.split())
+                here = self.world.directory
+                self.world.write('elsewhere/file', '')
+                self.world.directory = self.world.path('elsewhere')
+                said = self.world.main(*last.split(), '--db', database)
                 self.assertIn('1 completions were taken in from journals of runners', said.err)
+                self.world.directory = here
                 self.assertEqual({'gone': 'completed', 'bad': 'failed'}, self.statuses())
 
     def test_nothing_counts_as_lost_while_a_journal_cannot_be_read(self):
-        self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
-                   {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
-        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
-                      [journal_entry(1, torc_py=database_of(self.world))])
+        self.journaled()
         before, away, theirs = self.statuses(), OSError(errno.EIO, 'Input/output error'), OSError(errno.EACCES, 'Permission denied')
         for name, error in (('read_copy', away), ('read_copy', theirs), ('is_directory_there', away)):
             with unittest.mock.patch.object(torc, name, side_effect=error):
@@ -21424,10 +21431,7 @@ class RecoverTest(RecoverCase):
         self.assertIn('1 completions were taken in', self.world.main('workflows', 'sync-status', 1).err)
 
     def test_what_a_watch_has_read_its_recover_does_not_read_again(self):
-        self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
-                   {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
-        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
-                      [journal_entry(1, torc_py=database_of(self.world))])
+        self.journaled()
         full, real, copied = OSError(errno.ENOSPC, 'No space left on device'), torc.read_copy, []   # type: Any, Any, List[str]
 
         def copy(path: str) -> Any:
@@ -21440,61 +21444,32 @@ class RecoverTest(RecoverCase):
         self.assertNotIn('a journal cannot be read', said.err)
         self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(copied)))
 
-    def test_journals_are_found_from_any_directory(self):
-        for place in ('torc_output', 'scratch'):        # of the workflow; of an allocation that is gone
-            with self.subTest(place), contextlib.ExitStack() as stack:
-                self.world = stack.enter_context(contextlib.closing(World()))
-                self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
-                           {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
-                database = self.world.path('torc_output', 'torc.db')
-                if place == 'scratch':
-                    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
-                        connection.execute('INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, status, '
-                                           "submission) VALUES (1, 50, 1, 'slurm', 'active', ?)", (json.dumps({'output_dir': self.world.path(place)}),))
-                self.world.fake_slurm(squeue='true')
-                write_journal(self.world.path(place, 'offline_journal', 'offline_results_wf1_r1_n1.db'),
-                              [journal_entry(1, torc_py=database_of(self.world))])
-                self.world.write('elsewhere/file', '')
-                self.world.directory = self.world.path('elsewhere')
-                said = self.world.main('recover', 1, '--db', database, '--profile', 'kestrel')
-                self.assertIn('1 completions were taken in from journals of runners', said.err)
-
-    def test_it_says_which_good_jobs_run_again_and_why(self):
-        spec = self.SPEC.replace('{name: good,', '{name: good, output_files: [f],').replace('jobs:', 'files: [{name: f, path: f.txt}]\n        jobs:')
-        self.ended(spec, self.ENDS)
-        said = self.assertExit(0, self.world.main('recover', 1, '--dry-run')).out
-        self.assertIn('good runs again, too: its output f.txt is missing\n', said)
-        for words in ('recover 1 --dry-run', 'recover 1'):
-            done = self.json(words)
-            self.assertEqual((5, [{'job_id': 5, 'job_name': 'good', 'reason': 'its output f.txt is missing'}]),
-                             (done['jobs_to_run'], done['result']['changed']))
-        self.assertEqual('ready', self.statuses()['good'])
-
-    def test_a_failed_job_whose_input_was_mended_is_not_among_those_that_are_left(self):
+    def test_it_says_which_jobs_run_again_because_of_their_files_if_these_can_be_seen(self):
         self.world.write('g.txt', 'wrong')
-        spec = self.SPEC.replace('{name: bad,', '{name: bad, input_files: [g],').replace('jobs:', 'files: [{name: g, path: g.txt}]\n        jobs:')
-        self.ended(spec, self.ENDS)
+        spec = self.SPEC.replace('{name: good,', '{name: good, output_files: [f],').replace('{name: bad,', '{name: bad, input_files: [g],')
+        self.ended(spec.replace('jobs:', 'files: [{name: f, path: f.txt}, {name: g, path: g.txt}]\n        jobs:'), self.ENDS)
         self.assertIn('bad does not run again: ', self.world.main('recover', 1, '--dry-run').out)
         os.utime(self.world.path('g.txt'), (1, 1))
         said = self.world.main('recover', 1, '--dry-run').out
-        self.assertIn('bad runs again, too: its input g.txt changed\n', said)
+        self.assertIn('bad runs again, too: its input g.txt changed\ngood runs again, too: its output f.txt is missing\n', said)
         self.assertNotIn('bad does not run again', said)
-        result = self.json('recover 1')['result']
-        self.assertEqual(([], 'ready'), (result['not_retried'], self.statuses()['bad']))
-
-    def test_good_jobs_do_not_run_again_because_their_files_cannot_be_seen_from_here(self):
-        spec = self.SPEC.replace('{name: good,', '{name: good, output_files: [f],').replace('jobs:', 'files: [{name: f, path: f.txt}]\n        jobs:')
-        self.ended(spec, self.ENDS)
         stat = os.stat
         def fail(path: Any, *words: Any, **more: Any) -> Any:
-            if str(path).endswith('f.txt'):
+            if str(path).endswith('.txt'):
                 raise OSError(errno.ESTALE, 'Stale file handle')
             return stat(path, *words, **more)
         with unittest.mock.patch('os.stat', fail):
             self.assertEqual([], self.json('recover 1 --dry-run')['result']['changed'])
         self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', "UPDATE workflow SET submission_directory = '/no/such' WHERE id = 1"))
-        done = self.assertExit(0, self.world.main('recover', 1), 'warning: /no/such, the directory of the workflow, is not here')
-        self.assertEqual((True, 'completed'), ('4 jobs to run' in done.out, self.statuses()['good']))
+        done = self.assertExit(0, self.world.main('recover', 1, '--dry-run'), 'warning: /no/such, the directory of the workflow, is not here')
+        self.assertNotIn('runs again, too', done.out)
+        here = self.world.directory.replace("'", "''")
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', f"UPDATE workflow SET submission_directory = '{here}' WHERE id = 1"))
+        for words in ('recover 1 --dry-run', 'recover 1'):
+            done = self.json(words)
+            self.assertEqual((7, [(3, 'its input g.txt changed'), (5, 'its output f.txt is missing')], []), (
+                done['jobs_to_run'], [(row['job_id'], row['reason']) for row in done['result']['changed']], done['result']['not_retried']))
+        self.assertEqual(('ready', 'ready'), (self.statuses()['good'], self.statuses()['bad']))
 
     def test_options_choose_the_multipliers_the_sharing_and_what_is_unknown(self):
         self.ended(self.SPEC, self.ENDS)
@@ -21571,7 +21546,7 @@ class RecoverTest(RecoverCase):
         self.assertExit(2, self.world.main('recover', 1, '--ai-recovery'), '--ai-recovery needs --ai-agent PROGRAM')
         agent = f"""#!/bin/sh
             printf '%s' "$2" > prompt
-            exec {sys.executable} {shlex.quote(stub_path())} jobs classify 3 retry --reason 'it may work' --memory 5g
+            exec {sys.executable} {shlex.quote(stub_path())} jobs classify 3 retry --reason 'it may work' --memory 5g > told
             """
         os.chmod(self.world.write('agent', agent.replace('\n            ', '\n')), 0o755)
         self.assertExit(0, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'agent --ask'))
@@ -21589,14 +21564,6 @@ class RecoverTest(RecoverCase):
         shown = [line for line in lines if ': return code 3' in line]
         self.assertEqual(f'    and {600 - len(shown)} more, which are asked about the next time', lines[-1])
         self.assertGreater(len(shown), 100)
-
-    def test_the_time_until_a_lost_job_was_missed_is_not_taken_for_its_runtime(self):
-        self.ended(self.SPEC, {'bad': (-128, 'failed', 540.0, 'compute node 4 (node1), which ran it, went away'), 'good': (0, 'completed', 1.0, None)})
-        found = self.json('recover 1 --dry-run')
-        self.assertEqual((1, []), (found['result']['lost_retried'], found['diagnosis']['violations']))
-        before = self.needs()
-        self.json('recover 1')
-        self.assertEqual((before, 'ready'), (self.needs(), self.statuses()['bad']))
 
     def test_what_waits_for_a_decision_alone_is_not_taken_for_left(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
