@@ -21764,6 +21764,7 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
 @slow
 class RecoverOrphansTest(RecoverCase):
     """What a dead allocation left is recovered, and a dry run, which cleans nothing up, says the same."""
+    allocate, begin = SyncStatusTest.allocate, SyncStatusTest.begin
 
     def setUp(self) -> None:
         super().setUp()
@@ -21777,68 +21778,43 @@ class RecoverOrphansTest(RecoverCase):
               - {name: last, command: "true", depends_on: [first], resource_requirements: s}
             """)
         self.text('workflows init 1 --no-prompts')
-        now = torc.format_time(time.time())
-        with self.world.connect() as client:
-            client.call('create_scheduled_compute_node', {'workflow_id': 1, 'scheduler_id': 71, 'scheduler_config_id': 1, 'status': 'active',
-                                                          'scheduler_type': 'slurm'})
-            node = client.call('create_compute_node', {
-                'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': now, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1,
-                'compute_node_type': 'slurm', 'is_active': True, 'lease_s': 600.0, 'scheduler': {'slurm_job_id': 71}})['id']
-            body = {'compute_node_id': node, 'run_id': 1, 'lease_s': 600.0}
-            jobs = client.call('runner_sync', dict(body, want={'strategy': 'queue', 'limit': 9}), workflow_id=1)['jobs']
-            client.call('runner_sync', dict(body, started=[[job['id'], 1, now] for job in jobs]), workflow_id=1)
+        self.allocate(71, 'active')
+        self.begin(71)
 
-    def recover(self, *argv: Any) -> Any:
-        """Its JSON."""
-        return self.assertExit(0, self.world.main('-f', 'json', 'recover', 1, '--profile', 'kestrel', *argv)).json()
+    def recover(self, *argv: Any, code: int = 0) -> Outcome:
+        """JSON, where it is not refused."""
+        return self.assertExit(code, self.world.main('-f', 'json', 'recover', 1, '--profile', 'kestrel', *argv))
 
     def test_running_jobs_hold_it_up_until_slurm_says_that_nobody_runs_them(self):
-        fakes = self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='printf "71|RUNNING|N/A"'))
-        before = {'first': 'running', 'second': 'running', 'last': 'blocked'}
-        for more in ((), ('--dry-run',)):
-            self.assertExit(4, self.world.main('recover', 1, '--profile', 'kestrel', *more), 'Cannot recover: workflow is not complete '
-                            '(1 compute node at work, 1 allocation active, 2 jobs running)')
-            self.assertEqual((before, False), (self.statuses(), self.json('workflows is-complete 1')['is_complete']))
-        fakes.write('squeue', 'true')
-        fakes.write('sacct', r'printf "71|FAILED|1:0|%d|%d|me\n"' % (time.time() - 9, os.getuid()))
-        self.assertEqual(2, self.json('workflows sync-status 1')['slurm_jobs_failed'])
-        self.assertEqual(({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, True),
-                         (self.statuses(), self.json('workflows is-complete 1')['is_complete']))
-        # It has only cleaned up: no new run, no allocation.
-        self.assertEqual((1, 1, {'squeue', 'sacct'}), (self.json('workflows get 1')['run_id'], len(self.json('slurm list 1')['items']),
-                                                       {call.name for call in fakes.calls()}))
-        self.assertEqual([1, 2], self.recover()['result']['jobs_to_retry'])
-
-    def test_another_runner_holds_it_up_in_a_dry_run_too(self):
-        with self.world.connect() as client:
-            client.call('create_compute_node', {
-                'workflow_id': 1, 'hostname': 'node2', 'pid': 2, 'start_time': torc.format_time(time.time()), 'num_cpus': 4, 'memory_gb': 8.0,
-                'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True, 'lease_s': 600.0})
-        self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='true', sacct=r'printf "71|FAILED|1:0|%d|%d|me\n"' % (time.time() - 9, os.getuid())))
-        for more in (('--dry-run',), ()):
-            self.assertExit(4, self.world.main('recover', 1, '--profile', 'kestrel', *more), '(1 compute node at work')
-
-    def test_jobs_of_a_failed_allocation_run_again_and_those_of_a_lost_node_go_on(self):
         for state, retried, run_id in (('FAILED', [1, 2], 2), ('NODE_FAIL', [], 1)):
             with self.subTest(state):
                 if state != 'FAILED':
                     self.doCleanups()
                     self.setUp()
                 accounts = r'71|%s|1:0|%d|%d|me\n' % (state, time.time() - 9, os.getuid())
-                self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='true', sacct=f"printf '{accounts}'"))
+                fakes = self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='printf "71|RUNNING|N/A"', sacct=f"printf '{accounts}'"))
+                for more in ((), ('--dry-run',)):
+                    self.assertIn('Cannot recover: workflow is not complete (1 compute node at work, 1 allocation active, 2 jobs running)',
+                                  self.recover(*more, code=4).err)
+                fakes.write('squeue', 'true')
                 warnings = self.json('slurm regenerate 1 --dry-run --profile kestrel')['warnings']
                 self.assertIn('2 jobs count as running in 1 allocations that have ended', ' '.join(warnings))
-                planned = self.recover('--dry-run')
+                planned = self.recover('--dry-run').json()
                 self.assertNotIn('count as running', str(planned['result']['slurm_dry_run']['warnings']))
                 self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.statuses())
-                self.assertEqual((retried, run_id), (planned['result']['jobs_to_retry'], planned['run_id']))
-                done = self.recover()
-                self.assertEqual((retried, run_id), (done['result']['jobs_to_retry'], done['run_id']))
+                done = self.recover().json()
+                self.assertEqual([(retried, run_id)] * 2, [(said['result']['jobs_to_retry'], said['run_id']) for said in (planned, done)])
                 self.assertEqual({'first': 'ready', 'second': 'ready', 'last': 'blocked'}, self.statuses())
                 self.assertGreater(done['result']['slurm']['allocations_submitted'], 0)
                 planned_jobs, made_jobs = (sorted((row['job_count'], row['has_dependencies']) for row in rows) for rows in (
                     planned['result']['slurm_dry_run']['planned_schedulers'], done['result']['slurm']['schedulers_created']))
                 self.assertEqual(planned_jobs, made_jobs)
+
+    def test_another_runner_holds_it_up_in_a_dry_run_too(self):
+        self.begin(None, hostname='node2', pid=2, compute_node_type='local')
+        self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='true', sacct=r'printf "71|FAILED|1:0|%d|%d|me\n"' % (time.time() - 9, os.getuid())))
+        for more in (('--dry-run',), ()):
+            self.assertIn('(1 compute node at work', self.recover(*more, code=4).err)
 
 
 @slow
