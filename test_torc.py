@@ -21569,7 +21569,7 @@ class RecoverTest(RecoverCase):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
             database.execute("UPDATE job SET status = 1 WHERE name = 'late'")
-        self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed; 1 wait for a decision')
+        self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed; 1 failure waits for a decision')
 
     def test_classify_decides_about_one_job(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})
@@ -24920,7 +24920,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33422
+TORC_LINES = 33406
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

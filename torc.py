@@ -30085,7 +30085,7 @@ class RecoveryPlan(Row):
 
 def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
            journals: Dict[str, Any]) -> Evidence:
-    """Clean up, and find out why jobs failed. Refused while somebody is at work, or if nothing failed.
+    """Clean up, and find out why jobs failed. Refused while somebody is at work, or before anybody was.
 
     `journals`: path -> look_at_journal(), of those that were taken in just now.
     """
@@ -30108,23 +30108,23 @@ def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
     ready = counts['ready'] + expected.get('jobs_requeued', 0)
     # Without a ready job the blocked ones wait for a failure that is undecided.
     num_left = ready + counts['blocked'] if ready else 0
-    found = Evidence(workflow, mode, cleaned, jobs, uses, failures, num_left, refusal)
-    if not failures:
-        refuse_without_failures(session, found, counts, args)
-    return found
+    # An allocation may have ended before any of its jobs.
+    has_begun = mode == 'slurm' or session.items('list_results', 1, workflow_id=number, all_runs=True)
+    if not failures and (counts['uninitialized'] or num_left and not has_begun):
+        run, cancel = (command_line(session, verb, number) for verb in ('run', 'cancel'))
+        raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
+                      f"'{cancel}' (it has not begun: '{run}', or `submit`, starts it)")
+    return Evidence(workflow, mode, cleaned, jobs, uses, failures, num_left, refusal)
 
 
 def clean_up(session: Session, workflow: Dict[str, Any], args: Arguments,
              journals: Dict[str, Any]) -> Dict[str, Any]:
-    """Set right what dead allocations and runners left; what fails is only told, but for journals."""
+    """Set right what dead allocations and runners left, as cmd_sync_status() does."""
     take_in = functools.partial(take_in_first, session, workflow, args['output_dir'], dict(journals))
     take_in(args['dry_run'])
-    try:
-        cleaned = clean_up_allocations(session, workflow['id'], args['dry_run'])
-    except (Refused, BadInput, OSError) as error:
-        cleaned = {'doubts': [getattr(error, 'message', str(error))]}
-    if cleaned.get('compute_nodes_deactivated') and not args['dry_run']:
-        take_in()       # as in cmd_sync_status()
+    cleaned = clean_up_allocations(session, workflow['id'], args['dry_run'])
+    if cleaned['compute_nodes_deactivated'] and not args['dry_run']:
+        take_in()
     session.report(*(printable_line(f'warning: {doubt}') for doubt in cleaned['doubts']))
     return cleaned
 
@@ -30160,29 +30160,6 @@ def describe_workers(session: Session, status: Dict[str, Any], expected: Dict[st
     cancel = command_line(session, 'cancel', status['workflow_id'])
     return f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs to finish or " \
         f"use '{cancel}'" if found else ''
-
-
-def refuse_without_failures(session: Session, found: Evidence, counts: Dict[str, int],
-                            args: Arguments) -> None:
-    """Nothing failed: go on only where jobs are left that had been begun, or canceled ones are to run."""
-    number = found.workflow['id']
-    results = session.items('list_results', 1, workflow_id=number, all_runs=True)
-    has_begun = bool(results) or found.mode == 'slurm'      # its allocations have ended before any job
-    if counts['uninitialized'] or found.num_left and not has_begun:
-        raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
-                      f"'{command_line(session, 'cancel', number)}' (it has not begun: "
-                      f"'{command_line(session, 'run', number)}', or `submit`, starts it)")
-    if not found.num_left and not (args['retry_canceled'] and counts['canceled']):
-        told = [f"{counts['pending_failed']} wait for a decision"] if counts['pending_failed'] else []
-        told += [advise_canceled(session, number, counts['canceled'])] if counts['canceled'] else []
-        raise Refused('; '.join(['Cannot recover: no job failed', *told]))
-
-
-def advise_canceled(session: Session, workflow_id: int, count: int) -> str:
-    """How canceled jobs run again."""
-    retry = command_line(session, 'recover', workflow_id, '--retry-canceled')
-    return f"{counted(count, 'job')} {'was' if count == 1 else 'were'} canceled: `{retry}` runs " \
-        f"{'it' if count == 1 else 'them'} again"
 
 
 def diagnose(session: Session, workflow_id: int, mode: str, jobs: Sequence[Dict[str, Any]],
@@ -30261,15 +30238,15 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
         count_losses(session, found)))
     plan = RecoveryPlan(remedies, [job for job in found.jobs if job['status'] == 'canceled'
                                    and args['retry_canceled']])
-    if is_slurm and not is_dry_run:
-        refuse_without_sbatch()
-        prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
     if remedies.retried or plan.canceled:
         plan = preview(session, found, plan, args)
     if plan.answer is None and not found.num_left:
-        if not is_dry_run:
-            raise Refused(explain_nothing(session, found, plan, args))
-        return plan
+        if found.failures and is_dry_run:
+            return plan
+        raise Refused(explain_nothing(session, found, plan, args))
+    if is_slurm and not is_dry_run:
+        refuse_without_sbatch()
+        prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
     if args['recovery_hook'] and any(failure.kind == 'unknown' for failure in remedies.retried):
         plan = plan._replace(hook=[*split_command(args['recovery_hook'], '--recovery-hook'), str(number)])
     if is_slurm:
@@ -30366,25 +30343,32 @@ def regenerate_options(args: Arguments, settings: Dict[str, Any]) -> RegenerateO
 
 
 def list_canceled(found: Evidence, plan: RecoveryPlan) -> List[Dict[str, Any]]:
-    """Jobs that stay canceled, where the workflow was."""
+    """Jobs that stay canceled although they need not: nothing failed, or the workflow was canceled."""
     to_run = (plan.answer or {}).get('to_run', ())
     return [job for job in found.jobs if job['status'] == 'canceled' and job['id'] not in to_run
-            and found.workflow['is_canceled']]
+            and (found.workflow['is_canceled'] or not found.failures)]
 
 
 def explain_nothing(session: Session, found: Evidence, plan: RecoveryPlan, args: Arguments) -> str:
     """Why nothing is retried, and what would help, as far as that is known."""
-    left = plan.remedies.left
-    reasons = collections.Counter(reason for _, reason in left).most_common(CANDIDATES_SHOWN)
-    text = '; '.join(f"{reason} ({counted(count, 'job')})" for reason, count in reasons)
-    if left and not args['retry_unknown']:
-        text += f". --retry-unknown runs {'it' if len(left) == 1 else 'them'} again all the same"
-    told, canceled = [text] * bool(left), list_canceled(found, plan)
-    if args['retry_canceled']:
+    left, stay, told = plan.remedies.left, len(list_canceled(found, plan)), []      # type: Any, int, Any
+    counts = collections.Counter(job['status'] for job in found.jobs)
+    if left:
+        reasons = collections.Counter(reason for _, reason in left).most_common(CANDIDATES_SHOWN)
+        told.append('; '.join(f"{reason} ({counted(count, 'job')})" for reason, count in reasons))
+        if not args['retry_unknown']:
+            told[0] += f". --retry-unknown runs {'it' if len(left) == 1 else 'them'} again all the same"
+    undecided = counts['pending_failed']
+    if undecided:
+        told.append(f"{counted(undecided, 'failure')} {'waits' if undecided == 1 else 'wait'} for a decision")
+    if args['retry_canceled'] and counts['canceled']:
         told.append('what was canceled waits for that')
-    elif canceled:
-        told.append(advise_canceled(session, found.workflow['id'], len(canceled)))
-    return printable_line('nothing to retry: ' + '; '.join(told))
+    elif stay:
+        retry = command_line(session, 'recover', found.workflow['id'], '--retry-canceled')
+        told.append(f"{counted(stay, 'job')} {'was' if stay == 1 else 'were'} canceled: `{retry}` runs "
+                    f"{'it' if stay == 1 else 'them'} again")
+    head = 'nothing to retry: ' if found.failures else 'Cannot recover: no job failed; '
+    return printable_line(head + '; '.join(told)).rstrip('; ')
 
 
 # -------- doing it, and telling it --------
