@@ -18308,22 +18308,18 @@ class RecordedJsonTest(CommandTest):
         table = self.text('results list 1')
         self.assertTrue('1m 30s' in table and '39.1KB' in table and 'Exec Time' in table, table)
 
-    def test_commands_that_are_named_find_the_same_database(self):
+    def test_commands_that_are_named_find_the_same_database_and_scripts_get_one_line(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
-        self.assertExit(0, self.world.cli('--db', 'my.db', 'create', 'w.yaml'))
-        for line, named in (('workflows init 1', 'torc.py --db my.db run 1\n'),
-                            ('workflows init 1 --async --no-prompts', 'torc.py --db my.db tasks wait '),
-                            ('status 1', 'wait for a runner: torc.py --db my.db run 1\n'),
-                            ('logs 1', '`torc.py --db my.db status 1`')):
-            with self.subTest(line):
-                self.assertExit(0, self.world.cli('--db', 'my.db', *line.split()), named)
-
-    def test_run_and_exec_print_one_line_for_scripts(self):
-        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
-        outcome = self.assertExit(0, self.world.cli('-f', 'json', 'run', 'w.yaml'))
-        self.assertEqual('{"workflow_id":1,"message":"Created workflow 1"}\n', outcome.out)
-        outcome = self.assertExit(1, self.world.cli('exec', '-c', 'exit 2', '-f', 'json'))
-        self.assertEqual('{"workflow_id":2,"status":"failed","had_failures":true,"had_terminations":false}\n', outcome.out)
+        self.play('''
+            $ --db my.db create w.yaml -> 0: Created workflow 1
+            $ --db my.db workflows init 1 -> 0: torc.py --db my.db run 1
+            $ --db my.db workflows init 1 --async --no-prompts -> 0: torc.py --db my.db tasks wait 2
+            $ --db my.db status 1 -> 0: wait for a runner: torc.py --db my.db run 1
+            $ --db my.db logs 1 -> 0: `torc.py --db my.db status 1`
+            ''')
+        for words, code, line in ((('run', 'w.yaml'), 0, '{"workflow_id":1,"message":"Created workflow 1"}\n'),
+                                  (('exec', '-c', 'exit 2'), 1, '{"workflow_id":2,"status":"failed","had_failures":true,"had_terminations":false}\n')):
+            self.assertEqual(line, self.assertExit(code, self.world.cli('-f', 'json', *words)).out)
 
 
 class TerminalText(io.StringIO):
@@ -18355,30 +18351,12 @@ class WhichWorkflowTest(CommandTest):
         for words in (('list', '--archived-only'), ('list', '-a', '--archived-only')):
             self.assertNotIn('other users', str(self.world.main('workflows', *words, env=other)))
 
-    def session(self, typed: str, **options: Any) -> Any:
-        """A session with somebody at a terminal who types this."""
-        terminal = io.StringIO(typed)
-        terminal.isatty = lambda: True
-        parsed = torc.parse_command_line(['status'])
-        session = torc.Session(dict(parsed.options, db=self.world.path('torc_output', 'torc.db'), **options),
-                               io.StringIO(), io.StringIO(), terminal)
-        session.command = parsed.command
-        self.addCleanup(session.close)
-        return session
-
-    def test_on_a_terminal_one_workflow_is_taken_and_of_several_one_is_chosen(self):
+    def test_on_a_terminal_one_of_several_is_chosen(self):
         self.make()
-        with self.world.inside():
-            session = self.session('')
-            self.assertEqual(1, torc.choose_workflow(session, {'workflow_id': None}))
-            session.close()
-            self.world.main('workflows', 'new', '-n', 'second')
-            session = self.session('2\n')
-            self.assertEqual(2, torc.choose_workflow(session, {'workflow_id': None}))
-            self.assertIn('second', session.err.getvalue())
-            session.close()
-            with self.assertRaises(torc.BadInput):
-                torc.choose_workflow(self.session('7\n'), {'workflow_id': None})
+        self.make('name: second\njobs: [{name: a, command: x}]\n')
+        for typed, code, wanted in (('2\n', 0, 'Workflow 2: second'), ('7\n', 2, '7')):
+            found, said = self.typed(typed, 'status')
+            self.assertEqual((code, True, True), (found, 'sample' in said, wanted in said), said)
 
     def test_a_question_needs_a_terminal_or_its_flag(self):
         self.make()
@@ -18405,28 +18383,69 @@ class WhichWorkflowTest(CommandTest):
 class ObjectTest(CommandTest):
     """Lists, and one function for many kinds of objects."""
 
-    def test_lists_are_limited_sorted_and_filtered(self):
+    def test_objects_are_listed_made_changed_and_deleted(self):
         self.make()
-        self.assertEqual(['work', 'gen'], [job['name'] for job in self.json('jobs list 1 -l 2 --offset 1')['items']])
-        self.assertEqual(['tail', 'bad'], [job['name'] for job in self.json('jobs list 1 --sort-by id --reverse-sort --limit 2')['items']])
-        self.assertEqual([], self.json('jobs list 1 -s failed')['items'])
-        self.assertEqual('No jobs found\n', self.text('jobs list 1 -s failed'))
-        self.assertEqual(['bad'], [job['name'] for job in self.json('jobs list 1 --upstream-job-id 1')['items'] if job['name'] == 'bad'])
-
-    def test_a_column_may_be_left_out(self):
-        self.make()
-        self.assertEqual('ID,Name,Status,Priority,Elapsed,Code,Reason', self.text('-f csv jobs list 1 -x command -x "compute node"').splitlines()[0])
-
-    def test_what_is_not_given_stays(self):
-        self.make()
-        self.json('files update 1 -p elsewhere.txt')
-        record = self.json('files get 1')
-        self.assertEqual(('inp', 'elsewhere.txt'), (record['name'], record['path']))
-        outcome = self.assertExit(2, self.world.main('files', 'update', 1))
-        self.assertEqual('torc: nothing to change: give one of --name, --path\n', outcome.err)
-
-    def test_user_data_may_be_false_or_null_and_is_kept(self):
-        self.make()
+        self.world.write('commands.txt', '# two\necho 1\n\n  echo 2\n')
+        self.world.write('empty.txt', '# none\n')
+        self.play('''
+            $ -f json events get-latest-event 1 -> 0: null
+            $ -f csv jobs list 1 -l 2 --offset 1 -x command -x 'compute node'
+            ID,Name,Status,Priority,Elapsed,Code,Reason
+            2,work,...
+            3,gen,...
+            $ -f csv jobs list 1 --sort-by id --reverse-sort --limit 2
+            ...
+            5,tail,...
+            4,bad,...
+            $ -f csv jobs list 1 --upstream-job-id 1
+            ...
+            4,bad,...
+            $ jobs list 1 -s failed -> 0: No jobs found
+            $ -f csv jobs list-failure-handlers 1
+            ...bad,...
+            $ files update 1 -p elsewhere.txt -> 0: Updated file 1
+            $ files get 1 -> 0: inp...elsewhere.txt
+            $ files update 1 -> 2: torc: nothing to change: give one of --name, --path
+            $ jobs update 1 --label a,b --priority 7 -> 0: Updated job 1
+            $ jobs get 1 -> 0: priority: ...7...labels: ...a, b
+            $ jobs update 1 --clear-labels -> 0: Updated job 1
+            $ resource-requirements create 1 -n tiny -m 8 -> 0: warning: --memory: 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes
+            $ resource-requirements create 1 -n big -m 8GB -r 30m -> 0: Created resource requirements 4
+            $ jobs update 2 --resource-requirements-id 4 -> 0: Updated job 2
+            $ jobs update 1 --runtime 2h --resource-requirements-id 4 -> 0: the runtime of resource requirements 4 (big) is PT2H now; 2 jobs share them
+            $ -f csv jobs list-resource-requirements 1
+            ...big,...8g,PT2H...big,...8g,PT2H...small,...100m,PT10M...
+            $ jobs update 2 -n prep -> 4: workflow 1 has a job 'prep' already
+            $ jobs create 1 -n prep -c x -> 4: workflow 1 has a job 'prep' already
+            $ jobs create-from-file 1 empty.txt -> 2: holds no command
+            $ jobs create-from-file 1 commands.txt --memory-per-job 2g -> 0: Successfully created 2 jobs from file
+            $ -f csv jobs list 1 --offset 5
+            ...
+            6,job6,...,echo 1,...
+            7,job7,...,echo 2,...
+            $ jobs delete 6 --no-prompts -> 0: Deleted job 6
+            $ jobs create-from-file 1 commands.txt -> 0: 2 jobs
+            $ -f csv jobs list 1 --offset 5
+            ...
+            7,job7,...
+            8,job8,...
+            9,job9,...
+            $ jobs delete 1 2 99 -> 4: job 99 not found
+            $ workflows init 1 --no-prompts -> 0: is initialized
+            ''')
+        client = self.world.connect()
+        self.addCleanup(client.close)
+        client.claim_next_jobs(workflow_id=1, limit=1)
+        client.close()
+        self.play('''
+            $ jobs delete 2 1 -> 4: jobs are pending or running: prep; wait for their end, or cancel the workflow
+            $ jobs delete 2 3 2
+            Deleted job 2
+            Deleted job 3
+            $ events create 1 -d '{"category": "note", "level": "warning"}' -> 0: Created event
+            $ -f json events get-latest-event 1 -> 0: "category": "note"
+            $ -f csv events list 1 -> 0: ,warning,note,
+            ''')
         for text in ('false', '0', '[]', '""'):
             number = self.json(f"user-data create 1 -n x{text.strip('[]')} -d '{text}'")['id']
             self.assertEqual(json.loads(text), self.json(f'user-data get {number}')['data'])
@@ -18443,76 +18462,6 @@ class ObjectTest(CommandTest):
                      'workflows reconcile 99 1', 'jobs create 1 -n x -c x -i 99', 'access-groups get nobodies', 'access-groups get 99', 'htpasswd remove -f users x'):
             with self.subTest(line):
                 self.assertExit(4, self.world.main(*line.split()), 'not found')
-
-    def test_labels_and_priority_of_a_job_change(self):
-        self.make()
-        self.assertEqual(['a', 'b'], self.json('jobs update 1 --label a,b --priority 7')['labels'])
-        job = self.json('jobs update 1 --clear-labels')
-        self.assertEqual((None, 7), (job.get('labels') or None, job['priority']))
-
-    def test_a_jobs_runtime_is_that_of_its_requirements(self):
-        self.make()
-        self.json('jobs update 1 --runtime PT2H')
-        self.assertEqual('PT2H', self.json('jobs list-resource-requirements 1 -j 1')[0]['runtime'])
-
-    def test_a_job_gets_other_requirements_and_their_runtime_changes_for_all_that_share_them(self):
-        self.make()
-        number = self.json('resource-requirements create 1 -n big -m 8GB -r 30m')['id']
-        self.json(f'jobs update 2 --resource-requirements-id {number}')
-        outcome = self.assertExit(0, self.world.main('jobs', 'update', 1, '--runtime', '2h', '--resource-requirements-id', number))
-        self.assertEqual(f'the runtime of resource requirements {number} (big) is PT2H now; 2 jobs share them\n', outcome.err)
-        self.assertEqual([('big', '8g', 'PT2H')] * 2 + [('small', '100m', 'PT10M')],
-                         [(row['rr_name'], row['memory'], row['runtime']) for row in self.json('jobs list-resource-requirements 1')[:3]])
-
-    def test_memory_in_bare_bytes_is_doubted(self):
-        self.make()
-        outcome = self.assertExit(0, self.world.main('resource-requirements', 'create', 1, '-n', 'tiny', '-m', '8'))
-        self.assertEqual('warning: --memory: 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes\n', outcome.err)
-
-    def test_jobs_are_deleted_all_or_none(self):
-        self.make()
-        self.assertExit(4, self.world.main('jobs', 'delete', 1, 2, 99), 'job 99 not found')
-        self.assertEqual(5, len(self.json('jobs list 1')['items']))
-        client = self.world.connect()
-        self.addCleanup(client.close)
-        client.initialize_jobs(workflow_id=1)
-        client.claim_next_jobs(workflow_id=1, limit=1)
-        client.close()
-        self.assertExit(4, self.world.main('jobs', 'delete', 2, 1),
-                        'jobs are pending or running: prep; wait for their end, or cancel the workflow')
-        self.assertEqual(5, len(self.json('jobs list 1')['items']))
-        self.assertEqual([2, 3], [job['id'] for job in self.json('jobs delete 2 3 2')['items']])
-
-    def test_jobs_come_from_a_file_of_commands(self):
-        self.make()
-        self.world.write('commands.txt', '# two\necho 1\n\n  echo 2\n')
-        self.assertEqual(2, self.json('jobs create-from-file 1 commands.txt --memory-per-job 2g')['jobs_created'])
-        self.assertEqual([('job6', 'echo 1'), ('job7', 'echo 2')],
-                         [(job['name'],
-                           job['command']) for job in self.json('jobs list 1 --offset 5')['items']])
-        self.world.write('empty.txt', '# none\n')
-        self.assertExit(2, self.world.main('jobs', 'create-from-file', 1, 'empty.txt'), 'holds no command')
-
-    def test_no_command_makes_a_second_job_of_one_name(self):
-        self.make()
-        for words in (('update', 2, '-n', 'prep'), ('create', 1, '-n', 'prep', '-c', 'x')):
-            self.assertExit(4, self.world.main('jobs', *words), "workflow 1 has a job 'prep' already")
-        self.world.write('commands.txt', 'x\ny\n')
-        for line in ('create-from-file 1 commands.txt', 'delete 6', 'create-from-file 1 commands.txt'):
-            self.assertExit(0, self.world.main('jobs', *line.split(), '--no-prompts'))
-        names = [job['name'] for job in self.json('jobs list 1')['items']]
-        self.assertEqual(['job7', 'job8', 'job9'], names[5:])
-
-    def test_failure_handlers_are_listed_of_the_jobs_that_have_one(self):
-        self.make()
-        self.assertEqual(['bad'], [row['job_name'] for row in self.json('jobs list-failure-handlers 1')])
-
-    def test_the_newest_event_may_be_none(self):
-        self.make()
-        self.assertIsNone(self.json('events get-latest-event 1'))
-        self.json("events create 1 -d '{\"category\": \"note\", \"level\": \"warning\"}'")
-        self.assertEqual('note', self.json('events get-latest-event 1')['data']['category'])
-        self.assertIn(',warning,note,', self.text('-f csv events list 1'))
 
 
 class MonitorTest(CommandTest):
@@ -18606,40 +18555,38 @@ class AdminCommandTest(CommandTest):
                         's,status_name(99)\nuninitialized,\n')
         self.assertExit(4, self.world.main('admin', 'sql', 'SELECT x'), 'no such column: x')
 
-    def test_a_change_is_asked_for(self):
+    def test_a_change_is_asked_for_and_on_record(self):
         self.make()
-        sql = "UPDATE workflow SET description = 'new' WHERE id = 1"
-        outcome = self.assertExit(2, self.world.main('admin', 'sql', '--write', sql), 'pass -y')
-        self.assertEqual('', outcome.out)
-        self.assertExit(2, self.world.main('-f', 'json', 'admin', 'sql', '--write', sql), 'pass -y')
-        for typed, expected, code in (('n\n', 'one of each', 0), ('y\n', 'new', 0)):
-            with self.world.inside(), contextlib.closing(self.session(typed)) as session:
-                args = {'sql': sql, 'write': True, 'allow_full_table': None, 'yes': None, 'limit': None}
-                self.assertEqual(code, session.present(torc.cmd_admin_sql(session, args)))
-                self.assertIn('1 rows would change', session.err.getvalue())
+        sql = 'UPDATE workflow SET description = 1'
+        self.play(f'''
+            $ admin sql --write '{sql} WHERE id = 1' -> 2: pass -y
+            $ -f json admin sql --write '{sql} WHERE id = 1' -> 2: pass -y
+            $ --no-prompts admin sql --write 'DELETE FROM event WHERE 0' -> 0: 0 rows changed
+            $ admin sql --write -y '{sql}' -> 4: has no WHERE
+            $ admin sql --write -y --allow-full-table '{sql}' -> 0: 1 row changed
+            $ admin sql --write -y 'UPDATE workflow SET user = NULL WHERE 1' -> 4: NOT NULL
+            $ admin list-audit-log -> 0: Total: 3
+            ''')
+        for typed, expected in (('n\n', '1'), ('y\n', 'new')):
+            code, said = self.typed(typed, 'admin', 'sql', '--write', "UPDATE workflow SET description = 'new' WHERE id = 1")
+            self.assertEqual((0, True), (code, '1 row would change' in said), said)
             self.assertEqual(expected, self.json('workflows get 1').get('description'))
-        self.assertExit(0, self.world.main('--no-prompts', 'admin', 'sql', '--write', 'DELETE FROM event WHERE 0'), '0 rows changed')
-        self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET description = 1'), 'has no WHERE')
-        self.assertExit(0, self.world.main('admin', 'sql', '--write', '-y', '--allow-full-table',
-                                           'UPDATE workflow SET description = 1'), '1 row changed')
-        self.assertExit(4, self.world.main('admin', 'sql', '--write', '-y', 'UPDATE workflow SET user = NULL WHERE 1'), 'NOT NULL')
-        log = self.json('admin list-audit-log')
-        self.assertEqual([False, True, True, True], [row['success'] for row in log['items']])
-        self.assertIn('Total: 4\n', self.assertExit(0, self.world.main('admin', 'list-audit-log')).out)
-
-    session = WhichWorkflowTest.session
+        self.assertEqual([True, False, True, True], [row['success'] for row in self.json('admin list-audit-log')['items']])
 
     def test_a_server_can_do_without(self):
         self.world.serve('--db', 'my.db', '--disable-admin-sql-writes')
-        self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'))
-        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', '--write', '-y',
-                                           'DELETE FROM job WHERE 1'), 'SQL that writes is switched off')
-        self.assertIn('  Requests  ', self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'api-stats')).out)
+        self.play('''
+            $ --db my.db admin sql 'SELECT 1' -> 0: 1
+            $ --db my.db admin sql --write -y 'DELETE FROM job WHERE 1' -> 4: SQL that writes is switched off
+            $ --db my.db admin api-stats -> 0:   Requests  
+            ''')
         self.world.server.send(signal.SIGTERM)
         self.world.server.finish(10)
         self.world.serve('--db', 'my.db', '--disable-admin-sql')
-        self.assertExit(4, self.world.main('--db', 'my.db', 'admin', 'sql', 'SELECT 1'), 'SQL is switched off')
-        self.assertExit(0, self.world.main('--db', 'my.db', 'admin', 'list-audit-log'), 'No entries')
+        self.play('''
+            $ --db my.db admin sql 'SELECT 1' -> 4: SQL is switched off
+            $ --db my.db admin list-audit-log -> 0: No entries
+            ''')
 
 
 # ======== 20a. Workflows ========

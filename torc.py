@@ -26662,7 +26662,7 @@ def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
     if not session.is_interactive:
         raise BadInput('confirmation required: this changes the database, and there is no terminal; pass -y')
     count = session.call('admin_sql', dict(body, dry_run=True)).get('rows_affected')
-    return session.agrees(f'{count} rows would change. Go on?')
+    return session.agrees(f"{counted(count, 'row')} would change. Go on?")
 
 
 # ======== 20a. Workflows: commands about workflows and jobs ========
