@@ -22337,23 +22337,22 @@ class PasswordServeTest(CommandTest):
         self.assertExit(0, self.as_user('ann', 'run', spec))
         self.assertEqual('[]\n', self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o'))
         self.assertNotIn('word of ann', self.world.read('seen'))
-        self.assertExit(0, self.as_user('bob', 'access-groups', 'create', 'chemists'))
-        self.assertExit(4, self.as_user('ann', 'access-groups', 'create', 'alchemists'), 'managed by administrators')
         self.assertExit(0, self.world.main('htpasswd', 'add', '-f', 'users', '-p', 'word of cy', '-c', 4, 'cy'))
-        self.assertExit(4, self.as_user('cy', 'status', 1), 'user or password is wrong')
-        reload = self.world.cli('htpasswd', 'remove', '-f', 'users', 'nobody', '--reload-auth')
-        self.assertExit(4, reload, 'not found in users')
-        self.assertExit(0, self.world.cli('htpasswd', 'add', '-f', 'users', '-p', 'word of dan', '-c', '4',
-                                          'dan', '--reload-auth', '--url', self.world.url,
-                                          '--server-password', 'word of bob', env={'TORC_USERNAME': 'bob'}), '4 users')
-        self.assertExit(4, self.as_user('cy', 'status', 1), 'cy has no access to workflow 1')
-        self.assertExit(0, self.as_user('bob', 'access-groups', 'add-user', 'chemists', 'cy'), 'cy is now member of access group 2')
-        self.assertExit(4, self.as_user('ann', 'access-groups', 'add-workflow', 1, 'chemists'), 'an id works, too')
-        self.assertExit(0, self.as_user('ann', 'access-groups', 'add-workflow', 1, 2))
-        self.assertExit(0, self.as_user('cy', 'status', 1))
-        for group in ('chemists', '2'):
-            outcome = self.as_user('cy', 'workflows', 'list', '-g', group, '-f', 'csv')
-            self.assertEqual(['ann'], [row.split(',')[1] for row in outcome.out.splitlines()[1:]])
+        reload = ('htpasswd', 'add', '-f', 'users', '-p', 'word of dan', '-c', '4', 'dan', '--reload-auth', '--url', self.world.url, '--server-password', 'word of bob')
+        for user, line, code, said in (
+                ('bob', 'access-groups create chemists',           0, ''),
+                ('ann', 'access-groups create alchemists',         4, 'managed by administrators'),
+                ('cy',  'status 1',                                4, 'user or password is wrong'),
+                ('bob', ' '.join(map(shlex.quote, reload)),        0, '4 users'),
+                ('cy',  'status 1',                                4, 'cy has no access to workflow 1'),
+                ('bob', 'access-groups add-user chemists cy',      0, 'cy is now member of access group 2'),
+                ('ann', 'access-groups add-workflow 1 chemists',   4, 'an id works, too'),
+                ('ann', 'access-groups add-workflow 1 2',          0, ''),
+                ('cy',  'status 1',                                0, ''),
+                ('cy',  'workflows list -g chemists -f csv',       0, '\n1,ann,'),
+                ('cy',  'workflows list -g 2 -f csv',              0, '\n1,ann,')):
+            with self.subTest(line):
+                self.assertExit(code, self.as_user(user, *shlex.split(line)), said)
         self.assertExit(0, self.world.cli('status', 1))     # the owner of the server, by its token
 
     def test_flags_and_variables_say_the_same(self):
@@ -22365,14 +22364,13 @@ class PasswordServeTest(CommandTest):
         self.world.environment.update(TORC_ADMIN_USERS='')
         self.world.serve()
         self.assertEqual([], self.json('access-groups list-members 1')['items'])
-        self.assertExit(2, self.world.main('serve', '--port', 0,
-                                           env={'TORC_CREDENTIAL_CACHE_TTL_SECS': 'soon'}),
-                        "TORC_CREDENTIAL_CACHE_TTL_SECS is 'soon'")
-        self.assertExit(2, self.world.main('serve', '--require-auth', '--no-auth'), 'contradict each other')
-        self.assertExit(2, self.world.main('serve', '--auth-file', 'nousers', '--port', 0), 'password file nousers not found')
-        self.assertExit(2, self.world.main('serve', '--db', 'x.db', '--auth-file', 'users', '--no-auth',
-                                           '--host', '0.0.0.0', '--port', 0), '--no-auth would let everybody')
-        self.assertExit(2, self.world.main('serve', '--admin-user', 'a:b', '--port', 0), 'not a valid user name')
+        self.play('''
+            $ TORC_CREDENTIAL_CACHE_TTL_SECS=soon serve --port 0 -> 2: TORC_CREDENTIAL_CACHE_TTL_SECS is 'soon'
+            $ serve --require-auth --no-auth -> 2: contradict each other
+            $ serve --auth-file nousers --port 0 -> 2: password file nousers not found
+            $ serve --db x.db --auth-file users --no-auth --host 0.0.0.0 --port 0 -> 2: --no-auth would let everybody
+            $ serve --admin-user a:b --port 0 -> 2: not a valid user name
+            ''')
 
     def test_beside_a_password_file_no_auth_lets_the_anonymous_in(self):
         self.world.serve('--auth-file', 'users', '--no-auth')
