@@ -19584,7 +19584,7 @@ class AccountCommandTest(CommandTest):
         self.assertTrue(text.endswith('\n3 errors, 1 warnings\n'))
         self.assertExit(2, self.world.main('slurm', 'parse-logs', 'out'), 'choose one with --workflow-id')
         for words in (('slurm', 'parse-logs', 'none'), ('slurm', 'parse-logs', 'none', '-w', 1), ('slurm', 'parse-logs', 'none', '-w', 2)):
-            self.assertExit(2, self.world.main(*words), 'cannot read none: No such file or directory; name the directory')
+            self.assertExit(2, self.world.main(*words), 'cannot read none: No such file or directory; give the output directory of a run')
 
 
 class ExplainTest(CommandTest):

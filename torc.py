@@ -27394,7 +27394,8 @@ def logged_workflows(path: str) -> List[int]:
     try:
         names = os.listdir(path)
     except OSError as error:
-        raise BadInput(printable(f'cannot read {path}: {error.strerror}; {WHERE_OUTPUT_IS}')) from None
+        raise BadInput(printable(f'cannot read {path}: {error.strerror}; give the output directory of a '
+                                 'run')) from None
     with contextlib.suppress(OSError):
         names += os.listdir(os.path.join(path, 'job_stdio'))
     return sorted(set(map(workflow_in_name, filter(is_log_name, names))) - {None})
