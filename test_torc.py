@@ -10954,6 +10954,18 @@ class EmbeddedTest(WorldTest):
         read_answers(client, 1)
         return client
 
+    def test_an_interrupt_while_a_server_is_forked_is_not_lost(self):
+        program = """
+            import os, signal, torc
+            os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))
+            try:
+                os._exit(7 if torc.fork() else 0)
+            except KeyboardInterrupt:
+                os._exit(130)
+            """
+        if sys.version_info >= (3, 7):      # before, Python calls nothing at a fork
+            self.assertEqual(130, subprocess.call([sys.executable, '-c', textwrap.dedent(program)], cwd=HERE))
+
     def test_without_room_for_processes_it_is_said_and_nothing_is_left_open(self) -> None:
         before = open_descriptors()
         with unittest.mock.patch.object(os, 'fork', side_effect=BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')):

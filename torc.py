@@ -14699,6 +14699,15 @@ def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = 
     start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 2)
 
 
+def fork() -> int:
+    """As os.fork(), after which a Ctrl-C comes: functions that Python calls at a fork (logging's) lose it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     """Fork a server that outlives us; what it announced. Conflict if another process has the database.
 
@@ -14710,7 +14719,7 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     reader, writer = os.pipe()
     adopts = adopt_orphans(False)       # the server is not to become our child
     try:
-        child = os.fork()
+        child = fork()
     except OSError as error:    # no room for processes, or no memory
         os.close(reader)
         os.close(writer)
@@ -24172,7 +24181,7 @@ def launch_worker(stem: str, order: Order) -> None:
 
 def fork_detached(work: Callable[[], Any], kept: int, *log_to: Any) -> None:
     """Fork a process that leaves the caller's session and outlives it. `log_to`: see leave_caller()."""
-    if os.fork():
+    if fork():
         return
     try:
         umask, directory = os.umask(0o077), os.getcwd()
