@@ -19159,7 +19159,7 @@ class BundleTest(CommandTest):
             self.assertIn('give another place with --bundle-dir', outcome.err)
         self.assertEqual(['wf1.tar.gz'], os.listdir(self.world.path('to')))
         self.assertExit(4, self.world.main('logs', 'bundle', 9))
-        self.assertIn('no log of workflow 1 is in', self.assertExit(4, self.world.main('logs', 'bundle', 1, '-o', 'to')).err)
+        self.assertExit(4, self.world.main('logs', 'bundle', 1, '-o', 'to'), 'logs of workflow 1 not found in')
 
     def test_a_bundle_and_its_directory_tell_the_same(self):
         self.text('logs bundle 1')
@@ -24877,7 +24877,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33406
+TORC_LINES = 33416
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]
