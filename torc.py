@@ -19321,16 +19321,6 @@ def is_journal_place(path: str) -> bool:
     return os.path.basename(path) == JOURNAL_DIRECTORY or os.path.isdir(os.path.join(path, JOURNAL_DIRECTORY))
 
 
-def look_at_journal(path: str) -> List[Tuple[Any, ...]]:
-    """What changes with a journal: sizes and times of it and of what lies beside it."""
-    looks = []      # type: List[Tuple[Any, ...]]
-    for suffix in ('', *LEFT_BESIDE):
-        with contextlib.suppress(FileNotFoundError):
-            found = os.stat(path + suffix)
-            looks.append((suffix, found.st_size, found.st_mtime_ns, found.st_ino))
-    return looks
-
-
 class JournalContent(Row):
     """What a journal holds, as far as it is whole."""
     entries: List[Dict[str, Any]]   # of JournaledCompletion
@@ -28537,14 +28527,11 @@ def is_schedule(action: Dict[str, Any]) -> bool:
         and action['trigger_type'] in SUBMIT_TRIGGERS
 
 
-def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]], name: str) -> None:
+def refuse_without_schedules(actions: Sequence[Dict[str, Any]], name: str, plan: str, run: str) -> None:
     """Refuse what has no action that submits anything: say how it gets one."""
     if not any(map(is_schedule, actions)):
-        generate = command_line(session, 'slurm', 'generate', '--account', 'ACCOUNT', 'SPEC', '-o', 'NEW')
         raise Refused(f"{name} has no schedule_nodes action ({', '.join(SUBMIT_TRIGGERS)}): nothing says "
-                      f'which allocations it needs. Let them be planned: {generate} (or `submit --account '
-                      'ACCOUNT SPEC`, which does both); submit some by hand: `slurm schedule-nodes`; or run '
-                      'it here: `run`')
+                      f'which allocations it needs. Let them be planned: {plan}; or run it here: {run}')
 
 
 def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
@@ -28633,7 +28620,6 @@ class Submitter:
         self.partitions = None      # type: Optional[Sequence[Partition]]  # the default one first
         self.callers = {}           # type: Dict[str, Caller]  # by output directory
         self.warned = set()         # type: Set[int]  # schedulers
-        self.asked_at, self.jobs = -math.inf, []    # type: float, List[OwnJob]  # the queue
 
     @property
     def is_any(self) -> bool:
@@ -28688,13 +28674,10 @@ class Submitter:
         item = Submission(row['id'], self.workflow, row['scheduler'], row['settings'],
                           AllocationNeeds(**row['needs']), row['database_id'])
         if row['free_s'] is not None:
-            now = time.monotonic()
-            if self.asked_at < now - row['free_s']:
-                reply = ask_slurm(find_own_jobs_argv())
-                if reply.code:      # nothing is submitted again without an answer
-                    return {'message': explain_reply(reply), 'retry_s': LOOK_PAUSE_S}
-                self.asked_at, self.jobs = now, parse_own_jobs(reply.out)
-            found = find_submitted(self.jobs, item)
+            reply = ask_slurm(find_own_jobs_argv())
+            found = find_submitted(parse_own_jobs(reply.out), item)
+            if reply.code:      # nothing is submitted again without an answer
+                return {'message': explain_reply(reply), 'retry_s': LOOK_PAUSE_S}
             if found is not None:
                 return {'slurm_job_id': found.id}
         try:
@@ -28704,12 +28687,7 @@ class Submitter:
             return {'message': printable(message)}
         secrets = zip(('TORC_PASSWORD', 'TORC_COOKIE_HEADER'), self.session.credentials)
         variables = {**submission_variables(), **{name: value for name, value in secrets if value}}
-        try:
-            reply = ask_slurm(slurm_argv('sbatch', '--parsable', *words, script), SLURM_QUERY_S, variables)
-        except KeyboardInterrupt:   # sbatch is gone with it, but what it asked for may come
-            self.ask('take_submission', {'ended': [
-                {'id': item.id, 'message': 'interrupted', 'retry_s': SBATCH_PAUSE_S}]})
-            raise
+        reply = ask_slurm(slurm_argv('sbatch', '--parsable', *words, script), SLURM_QUERY_S, variables)
         if not item.settings.get('keeps_script'):       # sbatch has kept a copy
             with contextlib.suppress(OSError):
                 os.unlink(script)
@@ -28786,8 +28764,8 @@ def report_troubles(session: Session, workflow: Dict[str, Any], done: Submitter)
         session.report(f'torc: {count} allocations of workflow {number} were not submitted: {message}')
 
 
-def report_submitted(session: Session, workflow: Dict[str, Any], done: Submitter) -> int:
-    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+def report_submitted(session: Session, workflow: Dict[str, Any], done: Submitter) -> Answer:
+    """Say what was submitted, and what was not. Refused if nothing was, in Slurm's words."""
     report_troubles(session, workflow, done)
     number, count = workflow['id'], len(done.numbers)
     text = f'Submitted {count} allocations of workflow {number}: {first_of(done.numbers)}' if count else \
@@ -28796,12 +28774,12 @@ def report_submitted(session: Session, workflow: Dict[str, Any], done: Submitter
         why = 'no job is left that they could run' if done.answer['idle_actions'] else \
             'another command has submitted them' if done.why_left else 'none of its actions is due'
         session.report(f'{text}: {why}')
-    value = {'workflow_id': number, 'message': text, 'slurm_job_ids': done.numbers}
-    session.answer(value, f'{text}\n' if count else '')
-    return 0 if count and not done.refusals and not done.left else 1
+    is_done = count and not done.refusals and not done.left
+    return Answer({'workflow_id': number, 'message': text, 'slurm_job_ids': done.numbers},
+                  f'{text}\n' if count else '', code=0 if is_done else 1)
 
 
-def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
+def cmd_schedule_nodes(session: Session, args: Arguments) -> Answer:
     """Submit allocations of one scheduler, whatever the actions of the workflow say."""
     refuse_without_sbatch()
     workflow = session.workflow(choose_workflow(session, args))
@@ -28844,35 +28822,32 @@ def choose_scheduler(session: Session, workflow: Dict[str, Any], word: Optional[
 
 # -------- schedulers, records of allocations --------
 
-def cmd_slurm_create(session: Session, args: Arguments) -> int:
+def cmd_slurm_create(session: Session, args: Arguments) -> Answer:
     """Add a Slurm scheduler to a workflow."""
     body = with_workflow(session, args)
     body['serialize_allocations'] = bool(args['serialize_allocations'])
     check_scheduler({}, dict(body, id=0), {'output_dir': '/', 'directory': '/'})
     record = session.call('create_slurm_scheduler', body)
-    session.answer(record, f"Created Slurm scheduler {record['id']}\n")
-    return 0
+    return Answer(record, f"Created Slurm scheduler {record['id']}\n")
 
 
-def cmd_slurm_update(session: Session, args: Arguments) -> int:
+def cmd_slurm_update(session: Session, args: Arguments) -> Answer:
     """Change a Slurm scheduler; allocations that are submitted stay as they are."""
     changed = given(args, 'id')
     require_changes(session, changed)
     record = dict(session.call('get_slurm_scheduler', id=args['id']), **changed)
     check_scheduler({}, record, {'output_dir': '/', 'directory': '/'})
     record = session.call('update_slurm_scheduler', changed, id=args['id'])
-    session.answer(record, f"Updated Slurm scheduler {args['id']}\n")
-    return 0
+    return Answer(record, f"Updated Slurm scheduler {args['id']}\n")
 
 
-def cmd_slurm_delete(session: Session, args: Arguments) -> int:
+def cmd_slurm_delete(session: Session, args: Arguments) -> Answer:
     """Delete a Slurm scheduler."""
     record = session.call('delete_slurm_scheduler', id=args['id'])
-    session.answer(record, f"Deleted Slurm scheduler {args['id']}\n")
-    return 0
+    return Answer(record, f"Deleted Slurm scheduler {args['id']}\n")
 
 
-def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
+def cmd_allocation_jobs(session: Session, args: Arguments) -> Listing:
     """Jobs that run, or have run, in an allocation."""
     record = session.call('get_scheduled_compute_node', id=args['id'])
     number = record['workflow_id']
@@ -28884,8 +28859,7 @@ def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
     running = [job_id for job_id, job in jobs.items() if job.get('compute_node_id') in nodes]
     items = [{'job_id': job_id, 'job_name': jobs[job_id]['name'], 'status': jobs[job_id]['status'],
               'return_code': codes.get(job_id)} for job_id in sorted({*codes, *running}) if job_id in jobs]
-    session.show_list(headings_of(ALLOCATION_JOB_COLUMNS), items, 'jobs')
-    return 0
+    return Listing(headings_of(ALLOCATION_JOB_COLUMNS), items, 'jobs')
 
 
 # -------- accounts --------
@@ -28924,7 +28898,7 @@ def ask_accounts(session: Session, workflow_id: int,
     return found, [f'sacct does not know Slurm job {job_id}' for job_id in job_ids if job_id not in known]
 
 
-def cmd_slurm_stats(session: Session, args: Arguments) -> int:
+def cmd_slurm_stats(session: Session, args: Arguments) -> Listing:
     """What Slurm's accounting said of attempts; CPU percent is of the run time in their results."""
     items = session.items('list_slurm_stats', **given(args))
     results = {(item['job_id'], item['run_id'], item['attempt_id']): item for item in session.items(
@@ -28935,18 +28909,16 @@ def cmd_slurm_stats(session: Session, args: Arguments) -> int:
         item['job_name'] = result.get('job_name')
         if seconds and item.get('ave_cpu_seconds') is not None:
             item['cpu_percent'] = item['ave_cpu_seconds'] / seconds * 100
-    session.show_list(headings_of(ACCOUNT_LIST), items, 'Slurm stats')
-    return 0
+    return Listing(headings_of(ACCOUNT_LIST), items, 'Slurm stats')
 
 
-def cmd_slurm_sacct(session: Session, args: Arguments) -> int:
+def cmd_slurm_sacct(session: Session, args: Arguments) -> Any:
     """What sacct says of a workflow's allocations and their steps."""
     workflow_id = choose_workflow(session, args)
     job_ids = list_allocations(session, workflow_id)
     if not job_ids:
-        session.answer({'workflow_id': workflow_id, 'message': NO_ALLOCATIONS, 'summary': []},
-                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
-        return 0
+        return Answer({'workflow_id': workflow_id, 'message': NO_ALLOCATIONS, 'summary': []},
+                      f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
     accounts, errors = ask_accounts(session, workflow_id, job_ids)
     with_steps = {account.job_id for account in accounts if account.step}
     shown = [account for account in accounts if account.step or account.job_id not in with_steps]
@@ -28956,8 +28928,7 @@ def cmd_slurm_sacct(session: Session, args: Arguments) -> int:
     answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids), 'summary': summary,
               'errors': errors}
     session.report(*(f'torc: {error}' for error in errors))
-    session.show_list(headings_of(SACCT_COLUMNS), summary, 'Slurm job steps', answer)
-    return 0
+    return Listing(headings_of(SACCT_COLUMNS), summary, 'Slurm job steps', answer)
 
 
 def describe_account(account: JobAccount) -> Dict[str, Any]:
@@ -28978,7 +28949,7 @@ def save_accounts(output_dir: str, accounts: Sequence[JobAccount]) -> None:
             write_atomically(path, format_json({'slurm_job_id': job_id, 'rows': rows}).encode(), 0o666)
 
 
-def cmd_slurm_usage(session: Session, args: Arguments) -> int:
+def cmd_slurm_usage(session: Session, args: Arguments) -> Answer:
     """The time of nodes and CPUs that a workflow's allocations took, over all their runs."""
     workflow_id = choose_workflow(session, args)
     job_ids = list_allocations(session, workflow_id)
@@ -28997,8 +28968,7 @@ def cmd_slurm_usage(session: Session, args: Arguments) -> int:
     lines = [f'Workflow ID: {workflow_id}', f'Slurm jobs:  {len(job_ids)}',
              f"Nodes:       {answer['total_nodes']}", f"Node time:   {answer['total_node_time']}",
              f"CPU time:    {answer['total_cpu_time']}", *errors]
-    session.answer(answer, format_lines(lines))
-    return 0
+    return Answer(answer, format_lines(lines))
 
 
 # -------- errors in what Slurm and jobs wrote --------
@@ -29045,7 +29015,7 @@ class SlurmJobs:
                 'affected_jobs': self.of_slurm_job.get(slurm_job, []) if affected is None else affected}
 
 
-def cmd_slurm_parse_logs(session: Session, args: Arguments) -> int:
+def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Answer:
     """Look for errors in what a workflow's allocations and jobs wrote."""
     path = args['path']
     logged_workflows(path)      # refused if it is no directory
@@ -29053,10 +29023,9 @@ def cmd_slurm_parse_logs(session: Session, args: Arguments) -> int:
     job_ids = list_allocations(session, workflow_id)
     if not job_ids:
         message = f'{NO_ALLOCATIONS} for this workflow'
-        session.answer({'workflow_id': workflow_id, 'output_dir': path, 'message': message, 'total_issues': 0,
-                        'errors': 0, 'warnings': 0, 'issues': []},
-                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
-        return 0
+        return Answer({'workflow_id': workflow_id, 'output_dir': path, 'message': message, 'total_issues': 0,
+                       'errors': 0, 'warnings': 0, 'issues': []},
+                      f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
     files = search_logs(session, path, workflow_id, lambda name: is_slurm_log(name, job_ids))
     jobs, counts = SlurmJobs(session, workflow_id), collections.Counter()   # type: SlurmJobs, Any
     counts.update(kind.is_error for _, found in files for kind in ERROR_CLASSES
@@ -29068,8 +29037,7 @@ def cmd_slurm_parse_logs(session: Session, args: Arguments) -> int:
     answer = {'workflow_id': workflow_id, 'output_dir': path, 'slurm_jobs_count': len(job_ids),
               'files_scanned': len(files), 'total_issues': sum(counts.values()), 'errors': counts[True],
               'warnings': counts[False], 'issues': issues}
-    session.answer(answer, format_issues(answer))
-    return 0
+    return Answer(answer, format_issues(answer))
 
 
 def is_slurm_log(name: str, job_ids: Sequence[str]) -> bool:
@@ -29098,7 +29066,7 @@ def format_issues(answer: Dict[str, Any]) -> str:
 
 # -------- explain --------
 
-def cmd_explain(session: Session, args: Arguments) -> int:
+def cmd_explain(session: Session, args: Arguments) -> Answer:
     """Why nothing runs, or not everything."""
     number, slurm = choose_workflow(session, args), None
     found = session.call('explain_waiting', workflow_id=number)
@@ -29117,8 +29085,7 @@ def cmd_explain(session: Session, args: Arguments) -> int:
     had_allocations = bool(session.items('list_scheduled_compute_nodes', 1, workflow_id=number))
     waiting = {'workflow_id': number, 'summary': summarize_waiting(found),
                'next_steps': next_steps(found, program, had_allocations), 'slurm': slurm, **found}
-    session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
-    return 0
+    return Answer(waiting, format_waiting(waiting, time.time(), style, program), style)
 
 
 def has_left_queue(row: Dict[str, Any], queue: Dict[str, ListedJob]) -> bool:
@@ -29136,16 +29103,15 @@ PARTITION_COLUMNS = ('name=name, cpus=cpus, memory=memory, walltime=walltime, gp
                      'shared=shared, explicit=explicit')
 
 
-def cmd_hpc_list(session: Session, args: Arguments) -> int:
+def cmd_hpc_list(session: Session, args: Arguments) -> Listing:
     """The clusters that are known without asking Slurm."""
     rows = [{'name': profile.name, 'display': profile.display_name, 'partitions': len(profile.partitions),
              'detected': is_here(profile)} for profile in known_profiles(read_config())]
     headings = headings_of('name=name, display=display, partitions=partitions, detected=detected')
-    session.show_list(headings, rows, f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
-    return 0
+    return Listing(headings, rows, f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
 
 
-def cmd_hpc_detect(session: Session, args: Arguments) -> int:
+def cmd_hpc_detect(session: Session, args: Arguments) -> Answer:
     """The cluster that this machine belongs to; null if there is none."""
     config = read_config()
     found = next((profile for profile in known_profiles(config) if is_here(profile)), None)
@@ -29155,12 +29121,10 @@ def cmd_hpc_detect(session: Session, args: Arguments) -> int:
         except Refused as error:
             session.report(error.message)
     if found is None:
-        session.answer(None, 'No cluster is known here; see `hpc list`, and --profile\n')
-    else:
-        session.answer({'name': found.name, 'display_name': found.display_name,
-                        'description': found.description, 'partitions': len(found.partitions)},
-                       f'{found.name}: {found.display_name}\n')
-    return 0
+        return Answer(None, 'No cluster is known here; see `hpc list`, and --profile\n')
+    return Answer({'name': found.name, 'display_name': found.display_name,
+                   'description': found.description, 'partitions': len(found.partitions)},
+                  f'{found.name}: {found.display_name}\n')
 
 
 def partition_record(partition: Partition) -> Dict[str, Any]:
@@ -29185,7 +29149,7 @@ def partition_cells(partition: Partition) -> Dict[str, Any]:
                 memory=format_memory(partition.node.memory_bytes))
 
 
-def cmd_hpc_show(session: Session, args: Arguments) -> int:
+def cmd_hpc_show(session: Session, args: Arguments) -> Any:
     """Everything that is known of a cluster."""
     profile = find_profile(args['name'], read_config())
     value = dict(profile._asdict(), detection=list(profile.detection),
@@ -29195,24 +29159,21 @@ def cmd_hpc_show(session: Session, args: Arguments) -> int:
              'charge_factor_cpu', 'charge_factor_gpu', 'metadata')
     value = {key: value[key] for key in order}
     if session.format == 'json':
-        session.show_json(value)
-        return 0
+        return Answer(value)
     session.show(format_record({key: value[key] for key in order[:3] + order[4:5]}) + '\n')
-    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
-                      'partitions')
-    return 0
+    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
+                   'partitions')
 
 
-def cmd_hpc_partitions(session: Session, args: Arguments) -> int:
+def cmd_hpc_partitions(session: Session, args: Arguments) -> Listing:
     """The partitions of a cluster."""
     found = [partition for partition in find_profile(args['name'], read_config()).partitions
              if (partition.gpus or not args['gpu']) and (partition.shared or not args['shared'])]
-    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions',
-                      list(map(partition_row, found)))
-    return 0
+    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions',
+                   list(map(partition_row, found)))
 
 
-def cmd_hpc_match(session: Session, args: Arguments) -> int:
+def cmd_hpc_match(session: Session, args: Arguments) -> Optional[Answer]:
     """The partitions that can run a job, and the one that would be chosen."""
     partitions = find_profile(args['name'], read_config()).partitions
     needs = ResourceClass('', args['cpus'] or 1, args['memory'] or 0, args['gpus'] or 0, 1,
@@ -29222,14 +29183,11 @@ def cmd_hpc_match(session: Session, args: Arguments) -> int:
                               'memory_mb': None if args['memory'] is None else needs.memory_mb},
              'matching_partitions': list(map(partition_record, found)),
              'best_partition': None if best is None else partition_record(best)}
-    if session.format == 'json':
-        session.show_json(value)
-    elif best is None:
-        session.show(f'No partition fits: {explain_misfit(partitions, needs)}\n')
-    else:
-        session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions')
-        session.show(f'Best: {best.name}\n')
-    return 0
+    if best is None or session.format == 'json':
+        return Answer(value, '' if best else f'No partition fits: {explain_misfit(partitions, needs)}\n')
+    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions')
+    session.show(f'Best: {best.name}\n')
+    return None
 
 
 def cmd_hpc_generate(session: Session, args: Arguments) -> int:
@@ -29291,7 +29249,7 @@ def write_result(path: str, text: str) -> None:
 # -------- slurm generate --------
 
 
-def cmd_slurm_generate(session: Session, args: Arguments) -> int:
+def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
     """Put Slurm schedulers, and actions that submit them, into a workflow file."""
     refuse_format(args['output'])
     made, profile, _, document = read_for_slurm(
@@ -29301,8 +29259,7 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> int:
                'profile_display_name': profile.display_name, 'slurm_schedulers': made.schedulers,
                'actions': made.actions, 'warnings': [str(warning) for warning in made.warnings]}
     if args['dry_run']:
-        session.answer(summary, format_generated(made, profile))
-        return 0
+        return Answer(summary, format_generated(made, profile))
     session.inform(*format_generated(made, profile).splitlines())
     path = args['output']
     directory = os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
@@ -29316,7 +29273,7 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> int:
                          + command_line(session, 'submit', path))
     else:
         session.show(format_spec(value, 'json' if session.format == 'json' else document.format))
-    return 0
+    return None
 
 
 # -------- slurm plan-allocations --------
@@ -29437,7 +29394,7 @@ def compare_probes(advice: Advice, made: PlannedScheduler, small_s: Optional[int
     return advice._replace(reason=f'{advice.reason}; sbatch --test-only agrees')
 
 
-def cmd_plan_allocations(session: Session, args: Arguments) -> int:
+def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
     """Recommend how many allocations of how many nodes a workflow should ask for now."""
     made, profile, account, _ = read_for_slurm(session, args['spec'], args, replaces=True, has_actions=False)
     names = list(dict.fromkeys(scheduler.partition.name for scheduler in made.plan.schedulers))
@@ -29469,8 +29426,7 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> int:
         lines += [f"{row['group_name']}: {row['job_count']} jobs, {row['num_allocations']} x "
                   f"{row['nodes_per_allocation']} nodes of {row['partition']} for {row['walltime']} "
                   f"({row['strategy']})", f"    {row['reason']}"]
-    session.answer(value, format_lines(lines))
-    return 0
+    return Answer(value, format_lines(lines))
 
 
 def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
@@ -29492,61 +29448,60 @@ def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
 REPLAY_BYTES = 2 ** 20      # of completions in one request, so that no other waits long for the server
 
 
-class JournalFound(Row):
-    """A journal of a run, and what became of its completions."""
-    path: str
-    entries: List[Dict[str, Any]]
-    counts: Dict[str, int]      # completions: all; of these accepted, known, rejected
+class Replayed(Row):
+    """What journals held, and what the server has made of it."""
+    sizes: Dict[str, int]       # path -> completions
+    accepted: int
+    known: int
+    rejected: List[str]         # why, for each
+    problems: List[str]         # for people
 
 
-def cmd_reconcile(session: Session, args: Arguments) -> int:
+def cmd_reconcile(session: Session, args: Arguments) -> Answer:
     """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
     workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
     if is_missing(base_dir):
         raise BadInput(printable(f'directory {base_dir} not found: name the output directory of the '
                                  'runners, or one above it, with --base-dir'))
     session.workflow(workflow_id)   # refused before thousands of files are read
-    journals, rejections, problems = replay_journals(session, workflow_id, run_id,
-                                                     *find_journals(base_dir, workflow_id, run_id))
-    show_reconciled(session, args, journals, rejections, problems)
-    return 0
+    return describe_replay(session, args, replay_journals(session, workflow_id, run_id, [base_dir]))
 
 
-def replay_journals(session: Session, workflow_id: int, run_id: int, paths: Sequence[str],
-                    problems: List[str], is_asked: bool = True
-                    ) -> Tuple[List[JournalFound], List[str], List[str]]:
-    """Bring what journals hold to the server: the journals, why completions were rejected, and problems.
+def replay_journals(session: Session, workflow_id: int, run_id: int, directories: Sequence[str],
+                    is_asked: bool = True) -> Replayed:
+    """Bring what journals below directories hold to the server. What it has already does no harm.
 
     Unless it `is_asked` for, only what says of which database it is, as Torc's journals do not: ids begin at
     1 in each, and an old journal would end jobs that never ran. And all or, if one cannot be read now,
     nothing (OSError): what is in it must not be taken for lost.
     """
-    journals, left = [], []     # type: List[JournalFound], List[Dict[str, Any]]
-    for path in paths:
+    sizes, entries, left = {}, [], []   # type: Dict[str, int], List[Dict[str, Any]], List[Dict[str, Any]]
+    problems = []       # type: List[str]
+    searched = [find_journals(directory, workflow_id, run_id) for directory in directories]
+    for path in (path for paths, _ in searched for path in paths):
         try:
-            entries, problem, leavers = read_journal(path)
+            found = read_journal(path)
         except OSError as error:
             if not is_asked:
                 raise
-            entries, problem, leavers = [], f'{path} cannot be read: {error.strerror}', []
-        problems += [problem] if problem else []
-        known = [entry for entry in entries if is_asked or (entry.get('torc_py') or {}).get('database_id')]
-        if len(known) < len(entries):
-            problems.append(f'{path}: {len(entries) - len(known)} completions do not say of which database '
-                            'they are: if they are of this one, `workflows reconcile` brings them in')
-        journals.append(JournalFound(path, known, {}))
-        left += leavers
-    accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
-    for entries in replay_pieces(journals):
-        answer = session.call('replay_completions', {'run_id': run_id, 'completions': entries},
-                              workflow_id=workflow_id)
-        accepted += map(tuple, answer['accepted'])
-        rejected += answer['rejected']
-    for piece in chunks(left):      # whatever they held has ended by now
-        session.call('replay_completions', {'run_id': run_id, 'completions': [], 'left': piece},
-                     workflow_id=workflow_id)
-    count_brought(journals, accepted, [(row['job_id'], row['attempt_id']) for row in rejected])
-    return journals, [row['message'] for row in rejected], problems
+            found = JournalContent([], f'{path} cannot be read: {error.strerror}')
+        ours = [entry for entry in found.entries
+                if is_asked or (entry.get('torc_py') or {}).get('database_id')]
+        if len(ours) < len(found.entries):
+            problems.append(f'{path}: {len(found.entries) - len(ours)} completions do not say of which '
+                            'database they are: if of this one, `workflows reconcile` brings them in')
+        problems += [found.problem] if found.problem else []
+        sizes[path] = len(ours)
+        entries += ours
+        left += found.left
+    bodies = [{'completions': piece} for piece in replay_pieces(entries)]   # type: List[Dict[str, Any]]
+    bodies += [{'completions': [], 'left': piece} for piece in chunks(left)]    # whatever they held has ended
+    answers = [session.call('replay_completions', dict(body, run_id=run_id), workflow_id=workflow_id)
+               for body in bodies]
+    rejected = [row['message'] for answer in answers for row in answer['rejected']]
+    return Replayed(sizes, sum(len(answer['accepted']) for answer in answers),
+                    sum(answer['known'] for answer in answers), rejected,
+                    [problem for _, passed_over in searched for problem in passed_over] + problems)
 
 
 def journal_directories(session: Session, workflow: Dict[str, Any], output_dir: str) -> List[str]:
@@ -29570,48 +29525,38 @@ def is_directory_there(path: str) -> bool:
     return True
 
 
-def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
+def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str,
                      is_dry_run: bool = False) -> str:
     """Bring what runners kept in output directories, before their jobs count as lost. A sentence, or ''.
 
-    Those that lie there as they did the last time are passed over: `known`, path -> look_at_journal(), is
-    kept up to date. But what was rejected may count later, when its runner is gone. A dry run only says that
-    they are there. OSError, and nothing is done, if one cannot be read now.
+    A dry run only says that they are there. OSError, and nothing is done, if one cannot be read now.
     """
-    run_id, paths, problems = workflow.get('run_id') or 0, [], []   # type: int, List[str], List[str]
-    for directory in journal_directories(session, workflow, output_dir):
-        found, passed_over = find_journals(directory, workflow['id'], run_id)
-        paths, problems = paths + found, problems + passed_over
+    run_id = workflow.get('run_id') or 0
+    directories = journal_directories(session, workflow, output_dir)
     if is_dry_run:
-        where = first_of(list(dict.fromkeys(map(os.path.dirname, paths))))
-        return printable_line(f'{len(paths)} journals in {where} would be taken in first: no job '
-                              'whose end is in them would be failed') if paths else ''
-    looks = {path: look_at_journal(path) for path in paths}
-    journals, _, problems = replay_journals(session, workflow['id'], run_id, [
-        path for path in paths if looks[path] != known.get(path)], problems, False)
-    known.update((journal.path, looks[journal.path]) for journal in journals
-                 if not journal.counts['rejected'])
-    count = sum(journal.counts['accepted'] for journal in journals)
-    brought = [f'{count} completions were taken in from journals of runners'] if count else []
-    return printable_line('; '.join(brought + problems))
+        places = [place for place in directories if find_journals(place, workflow['id'], run_id)[0]]
+        return printable_line(f'journals in {first_of(places)} would be taken in first: no job whose end is '
+                              'in them would be failed') if places else ''
+    found = replay_journals(session, workflow['id'], run_id, directories, False)
+    brought = f"{counted(found.accepted, 'completion')} taken in from journals of runners"
+    return printable_line('; '.join([brought] * bool(found.accepted) + found.problems))
 
 
-def take_in_first(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
+def take_in_first(session: Session, workflow: Dict[str, Any], output_dir: str,
                   is_dry_run: bool = False) -> None:
     """The same, said to the user. Refused if one cannot be read now: what is in it would count as lost."""
     try:
-        brought = take_in_journals(session, workflow, output_dir, known, is_dry_run)
+        brought = take_in_journals(session, workflow, output_dir, is_dry_run)
     except OSError as error:
         raise Refused(printable_line(f'nothing was changed: a journal cannot be read: {error}')) from None
     session.report(*filter(None, [brought]))
 
 
-def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, Any]]]:
-    """All completions in pieces for one request each, earlier attempts and ends first."""
-    entries = sorted((entry for journal in journals for entry in journal.entries), key=lambda entry: (
-        entry['result'].get('attempt_id') or 1, entry['result']['completion_time']))
+def replay_pieces(entries: Iterable[Dict[str, Any]]) -> Iterator[List[Dict[str, Any]]]:
+    """Completions in pieces for one request each, earlier attempts and ends first."""
     piece, size = [], 0     # type: List[Dict[str, Any]], int
-    for entry in entries:
+    for entry in sorted(entries, key=lambda entry: (entry['result'].get('attempt_id') or 1,
+                                                    entry['result']['completion_time'])):
         length = len(format_json(entry))
         if length > REPLAY_BYTES:       # the end is worth more than the times of so many output files
             entry = dict(entry, torc_py=dict(entry.get('torc_py') or {}, file_times=None))
@@ -29624,44 +29569,27 @@ def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, A
         yield piece
 
 
-def count_brought(journals: Sequence[JournalFound], accepted: Sequence[Tuple[int, int]],
-                  rejected: Sequence[Tuple[int, int]]) -> None:
-    """Note in journals what became of their completions; what is in several counts in the first."""
-    left = {'accepted': collections.Counter(accepted), 'rejected': collections.Counter(rejected)}
-    for journal in journals:
-        journal.counts.update(completions=len(journal.entries), accepted=0, known=0, rejected=0)
-        for entry in journal.entries:
-            key = entry['job_id'], entry['result'].get('attempt_id') or 1
-            became = next((word for word, keys in left.items() if keys[key]), 'known')
-            journal.counts[became] += 1
-            if became in left:
-                left[became][key] -= 1
-
-
-def show_reconciled(session: Session, args: Arguments, journals: Sequence[JournalFound],
-                    rejections: Sequence[str], problems: Sequence[str]) -> None:
-    """What each journal has brought, and all together; to stderr what is to be looked at."""
-    sums = {word: sum(journal.counts[word] for journal in journals)
-            for word in ('completions', 'accepted', 'rejected', 'known')}
-    value = {'files': len(journals), 'total_completions': sums.pop('completions'), **sums,
-             'journals': [{'path': journal.path, **journal.counts} for journal in journals],
-             'problems': list(problems)}
+def describe_replay(session: Session, args: Arguments, found: Replayed) -> Answer:
+    """What journals have brought; to stderr what is to be looked at."""
+    num_files, total, num_rejected = len(found.sizes), sum(found.sizes.values()), len(found.rejected)
+    value = {'files': num_files, 'total_completions': total, 'accepted': found.accepted,
+             'rejected': num_rejected, 'known': found.known, 'problems': found.problems,
+             'journals': [{'path': path, 'completions': count} for path, count in found.sizes.items()]}
     of_run = f"workflow_id={args['workflow_id']} run_id={args['run_id']}"
-    lines = [f"Reconciled {of_run}: {len(journals)} file(s), {value['total_completions']} completion(s) "
-             f"({sums['accepted']} accepted, {sums['rejected']} rejected)"]
-    line = '  {}: {completions} completions, {accepted} accepted, {known} known, {rejected} rejected'
-    lines += [line.format(journal.path, **journal.counts) for journal in journals]
-    session.answer(value, format_lines(lines))
-    session.report(*problems)
-    reasons = collections.Counter(rejections).most_common()
-    session.report(*(f'rejected: {count} completions: {message}'
+    lines = [f'Reconciled {of_run}: {num_files} file(s), {total} completion(s) '
+             f'({found.accepted} accepted, {num_rejected} rejected)']
+    lines += [f"  {path}: {counted(count, 'completion')}" for path, count in found.sizes.items()]
+    session.report(*found.problems)
+    reasons = collections.Counter(found.rejected).most_common()
+    session.report(*(f"rejected: {counted(count, 'completion')}: {message}"
                      for message, count in reasons[:PROBLEMS_SHOWN]))
     if len(reasons) > PROBLEMS_SHOWN:
         session.report(f'... and for {len(reasons) - PROBLEMS_SHOWN} more reasons')
-    if not journals:
+    if not num_files:
         session.inform(f"no journal of {of_run} was found below {args['base_dir']}")
-    elif not sums['accepted'] and not sums['rejected']:
-        session.inform(f"nothing was new: all {sums['known']} completions were known")
+    elif not found.accepted and not num_rejected:
+        session.inform(f"nothing was new: {counted(found.known, 'completion')} had been taken in before")
+    return Answer(value, lines)
 
 
 # -------- sync-status --------
@@ -29696,21 +29624,19 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
                 alive=seen.alive)
 
 
-def cmd_sync_status(session: Session, args: Arguments) -> int:
+def cmd_sync_status(session: Session, args: Arguments) -> Answer:
     """Find allocations that are gone, and jobs that nobody runs, and set them right.
 
     What runners of theirs have kept counts first: what has ended would else be ready again.
     """
     workflow, is_dry_run = session.workflow(choose_workflow(session, args)), bool(args['dry_run'])
-    known = {}      # type: Dict[str, Any]
-    take_in_first(session, workflow, args['output_dir'], known, is_dry_run)
+    take_in_first(session, workflow, args['output_dir'], is_dry_run)
     if not is_dry_run:
         session.report(*go_on_submitting(session, workflow))
     found = clean_up_allocations(session, workflow['id'], is_dry_run)
     if found['compute_nodes_deactivated'] and not is_dry_run:   # what their recovery scripts held up
-        take_in_first(session, workflow, args['output_dir'], known)
-    session.answer(found, format_synced(found))
-    return 0
+        take_in_first(session, workflow, args['output_dir'])
+    return Answer(found, format_synced(found))
 
 
 def format_synced(found: Dict[str, Any]) -> str:
@@ -29944,7 +29870,7 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
 
 # -------- submit --------
 
-def cmd_submit(session: Session, args: Arguments) -> int:
+def cmd_submit(session: Session, args: Arguments) -> Any:
     """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
     refuse_without_sbatch()
     settings = submission_settings(args)
@@ -29955,7 +29881,9 @@ def cmd_submit(session: Session, args: Arguments) -> int:
                            'change those of a workflow: `slurm update`, or `slurm regenerate`')
         workflow = session.workflow(int(args['target']))
         actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
-        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        regenerate = 'slurm', 'regenerate', workflow['id'], '--account', 'ACCOUNT', '--submit'
+        refuse_without_schedules(actions, f"workflow {workflow['id']}", command_line(session, *regenerate),
+                                 command_line(session, 'run', workflow['id']))
         if args['action'] is not None:
             return submit_action(session, workflow, args['action'], settings)
         outcome = submit_workflow(session, workflow, settings, args)
@@ -29965,7 +29893,9 @@ def cmd_submit(session: Session, args: Arguments) -> int:
     if args['action'] is not None:
         raise BadInput('--action is one of a workflow that is there: give its id in place of a file')
     plan = read_planned(session, args) if given else read_spec(session, args['target'], args)
-    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    refuse_without_schedules(plan.body['actions'], printable(args['target']),
+                             command_line(session, 'submit', '--account', 'ACCOUNT', args['target']),
+                             command_line(session, 'run', args['target']))
     for scheduler in plan.body['slurm_schedulers']:
         check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
     if not args['ignore_missing_data']:
@@ -29979,12 +29909,13 @@ def cmd_submit(session: Session, args: Arguments) -> int:
 
 
 def submit_action(session: Session, workflow: Dict[str, Any], action_id: int,
-                  settings: Dict[str, Any]) -> int:
+                  settings: Dict[str, Any]) -> Answer:
     """Submit the allocations of one action, and what others have left: what runners do for an action."""
     request = {'settings': settings, 'actions': [{'action_id': action_id}]}
     done = Submitter(session, workflow).run(request)
-    code = report_submitted(session, workflow, done)
-    return 0 if done.answer['idle_actions'] and not (done.refusals or done.left) else code
+    answer = report_submitted(session, workflow, done)
+    is_idle = done.answer['idle_actions'] and not (done.refusals or done.left)
+    return answer._replace(code=0) if is_idle else answer
 
 
 def has_unplanned(session: Session, workflow: Dict[str, Any]) -> bool:
@@ -30010,12 +29941,12 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 
 # -------- cancel --------
 
-def cmd_cancel(session: Session, args: Arguments) -> int:
+def cmd_cancel(session: Session, args: Arguments) -> Optional[Answer]:
     """Stop a workflow: what runs is stopped, what waits never starts."""
     workflow_id = choose_workflow(session, args)
     named = name_workflow(session, workflow_id)
     if not session.confirm(f'Cancel {named}?'):
-        return 0
+        return None
     is_canceled = session.call('cancel_workflow', workflow_id=workflow_id)['is_canceled']
     canceled, errors = cancel_allocations(session.client, workflow_id)
     if not errors and session.call('get_workflow_status', workflow_id=workflow_id)['active_compute_nodes']:
@@ -30031,13 +29962,12 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
     if not is_canceled:
         value['message'] = f'Nothing to cancel: {named} is complete'
         text = format_lines([value['message']])
-    session.answer(value, text)
-    return 1 if errors else 0
+    return Answer(value, text, code=1 if errors else 0)
 
 
 # -------- decisions about failures --------
 
-def cmd_classify(session: Session, args: Arguments) -> int:
+def cmd_classify(session: Session, args: Arguments) -> Answer:
     """Decide about the failure of a pending_failed job."""
     if args['action'] == 'fail' and (args['memory'] or args['runtime']):
         raise BadInput('--memory and --runtime go with retry')
@@ -30047,8 +29977,7 @@ def cmd_classify(session: Session, args: Arguments) -> int:
     run = command_line(session, 'run', job['workflow_id'])
     text = f"Job {job['name']} is to be run again: a runner takes it (or: {run})\n" if found['retried'] else \
         f"Job {job['name']} has failed\n"
-    session.answer(found, text)
-    return 0
+    return Answer(found, text)
 
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
@@ -30094,13 +30023,13 @@ class RecoveryPlan(Row):
 # -------- what there is --------
 
 def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
-           journals: Dict[str, Any]) -> Evidence:
+           has_journals: bool = False) -> Evidence:
     """Clean up, and find out why jobs failed. Refused while somebody is at work, or before anybody was.
 
-    `journals`: path -> look_at_journal(), of those that were taken in just now.
+    `has_journals`: they were taken in just now.
     """
     session.client.need_server()       # it ends the jobs of runners that were killed
-    number, cleaned = workflow['id'], clean_up(session, workflow, args, journals)
+    number, cleaned = workflow['id'], clean_up(session, workflow, args, has_journals)
     expected = cleaned if args['dry_run'] else {}       # what a dry run has not set right
     decide_undecided(session, workflow, args)
     workflow = session.workflow(number)
@@ -30128,10 +30057,11 @@ def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
 
 
 def clean_up(session: Session, workflow: Dict[str, Any], args: Arguments,
-             journals: Dict[str, Any]) -> Dict[str, Any]:
+             has_journals: bool) -> Dict[str, Any]:
     """Set right what dead allocations and runners left, as cmd_sync_status() does."""
-    take_in = functools.partial(take_in_first, session, workflow, args['output_dir'], dict(journals))
-    take_in(args['dry_run'])
+    take_in = functools.partial(take_in_first, session, workflow, args['output_dir'])
+    if not has_journals:
+        take_in(args['dry_run'])
     cleaned = clean_up_allocations(session, workflow['id'], args['dry_run'])
     if cleaned['compute_nodes_deactivated'] and not args['dry_run']:
         take_in()
@@ -30413,14 +30343,14 @@ def submit_recovered(session: Session, workflow: Dict[str, Any], plan: RecoveryP
     return plan._replace(submitted=submitted)
 
 
-def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments, settings: Dict[str, Any],
-                     journals: Dict[str, Any]) -> Dict[str, Any]:
+def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments,
+                     settings: Dict[str, Any]) -> Dict[str, Any]:
     """Let failed jobs run again with what they lacked, without questions: the JSON of `recover`.
 
-    Refused where nothing can be recovered, or somebody is at work.
+    Journals have been taken in. Refused where nothing can be recovered, or somebody is at work.
     """
     args = dict(args, dry_run=False, retry_canceled=False)
-    found = gather(session, workflow, args, journals)
+    found = gather(session, workflow, args, True)
     plan = plan_recovery(session, found, args, settings)
     return describe_recovery(session, found, apply_recovery(session, found, plan, args), args)
 
@@ -30660,7 +30590,7 @@ def cmd_recover(session: Session, args: Arguments) -> int:
     args, settings = dict(args, dry_run=is_dry_run), plain_settings(args['output_dir'])
     is_asking = session.is_interactive and session.format != 'json' and not is_dry_run
     try:
-        found = gather(session, session.workflow(workflow_id), args, {})
+        found = gather(session, session.workflow(workflow_id), args)
         plan = plan_recovery(session, found, args, settings)
         if is_asking:
             session.report(*format_plan(found, plan, style_of(session.err, os.environ)).splitlines())
@@ -30743,7 +30673,6 @@ class Supervision:
         is_same = kept.get('database_id') == self.database_id   # numbers mean something else in another one
         self.watcher = Watcher(args, kept if is_same else {}, time.time())
         self.said = {}          # type: Dict[str, str]  # the last of each topic; see say_once()
-        self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
         self.unread = ''        # why they cannot be read now
         self.refusal = ''       # why a recovery was refused, until it is reported
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
@@ -30846,7 +30775,7 @@ class Supervision:
         self.look_around()
         run, self.unread = dict(self.workflow, run_id=self.watcher.seen['run_id']), ''
         try:
-            brought = take_in_journals(self.session, run, self.args['output_dir'], self.journals)
+            brought = take_in_journals(self.session, run, self.args['output_dir'])
         except OSError as error:
             brought = self.unread = printable_line(f'a journal cannot be read: {error}')
         except (Refused, BadInput) as error:
@@ -30955,7 +30884,7 @@ class Supervision:
         self.keep()
         with self.enduring(self.on_refusal):
             workflow = self.session.workflow(self.number)
-            found = recover_workflow(self.session, workflow, self.args, self.settings(), self.journals)
+            found = recover_workflow(self.session, workflow, self.args, self.settings())
             self.watcher.on_recovered()
             result = found['result']
             if result['oom_fixed'] or result['timeout_fixed']:
