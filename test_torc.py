@@ -19582,7 +19582,7 @@ class AccountCommandTest(CommandTest):
         self.assertEqual((3, 3, 0, 3), (found['total_issues'], found['errors'], found['warnings'], len(found['issues'])))
         text = self.text('slurm parse-logs out -w 1')
         self.assertIn('Slurm job 42:\n  [WARN] Preemption on node3: slurmstepd-node3: error: *** JOB 42', text)
-        self.assertTrue(text.endswith('      slurm_output_wf1_sl42.o:2\n\n3 errors, 1 warnings\n'), text)
+        self.assertTrue(text.endswith('      slurm_output_wf1_sl42.o:2\n\n3 errors, 1 warning\n'), text)
         self.assertExit(2, self.world.main('slurm', 'parse-logs', 'out'), 'choose one with --workflow-id')
         for words in (('slurm', 'parse-logs', 'none'), ('slurm', 'parse-logs', 'none', '-w', 1), ('slurm', 'parse-logs', 'none', '-w', 2)):
             self.assertExit(2, self.world.main(*words), 'cannot read none: No such file or directory; give the output directory of a run')
@@ -19803,7 +19803,7 @@ class SubmitTest(SubmitCase):
         done = self.assertExit(0, self.world.main('submit', 1, env=env), 'none of the actions of workflow 1 is due: allocations for the jobs '
                                'that are left are planned, as by torc.py slurm regenerate 1 --submit')
         self.assertIn('4 jobs of workflow 1 are left\n', done.out)
-        self.assertIn('Submitted 1 allocations of workflow 1: 102\n', done.out)
+        self.assertIn('Submitted 1 allocation of workflow 1: 102\n', done.out)
         self.assertExit(1, self.world.main('submit', 1, env=env), 'none of its actions is due')
 
     def test_after_a_cancel_each_command_says_how_to_go_on_and_that_works(self):
@@ -19870,11 +19870,11 @@ class SubmitTest(SubmitCase):
                 self.assertIn('If `submit` was killed, go on where it was: torc.py submit 1\n', self.text('explain 1'))
                 self.let_go()
                 if hook == 'hook_after':
-                    done = self.assertExit(0, self.world.main('workflows', 'sync-status', 1), f'{left} allocations submitted that a killed')
+                    done = self.assertExit(0, self.world.main('workflows', 'sync-status', 1), f"{torc.counted(left, 'allocation')} submitted that a killed")
                     self.assertIn('0 active, 2 pending', done.out)
                 else:
                     done = self.assertExit(0, self.world.main('submit', 1))
-                    self.assertEqual(f'Submitted {left} allocations', done.out.partition(' of')[0])
+                    self.assertEqual(f"Submitted {torc.counted(left, 'allocation')}", done.out.partition(' of')[0])
                 self.assertEqual([(100, 'pending'), (101, 'pending')], sorted(self.records()))
                 self.assertEqual(['1', '2'], sorted(line.rpartition(':')[2] for line in self.queue()))
                 self.assertEqual(1, sum('%i|%T|%j|%k' in call.argv for call in self.fakes.calls('squeue')))
@@ -19895,7 +19895,7 @@ class SubmitTest(SubmitCase):
                     done = self.world.main('submit', 'w.yaml')
                 self.assertEqual((num_calls, num_jobs), (len(self.fakes.calls('sbatch')), len(self.queue())))
                 self.assertEqual((int(left > 0), left), (done.code, [number for number, _ in self.records()].count(0)))
-                self.assertIn(f'{left} allocations are not submitted: ' if left else 'Socket timed out on send/recv operation: looking into the queue',
+                self.assertIn(f'{left} allocations not submitted: ' if left else 'Socket timed out on send/recv operation: looking into the queue',
                               done.err)
 
     @slow
@@ -19947,7 +19947,7 @@ class SubmitTest(SubmitCase):
         url = self.world.serve()
         cancel = f'{shlex.quote(sys.executable)} {shlex.quote(os.path.join(HERE, "torc.py"))} cancel 1 --no-prompts >/dev/null 2>&1'
         self.hook('hook_after', f'[ -e "$fake/job_101" ] && {cancel}; true')
-        self.assertExit(1, self.world.cli('--url', url, 'submit', 'w.yaml'), '1 allocations of workflow 1 were not submitted: canceled meanwhile',
+        self.assertExit(1, self.world.cli('--url', url, 'submit', 'w.yaml'), '1 allocation of workflow 1 not submitted: canceled meanwhile',
                         f'warning: runners on other machines cannot reach the server at {url}: start it with')
         self.assertIn(['101'], [call.argv for call in self.fakes.calls('scancel')])
         self.assertEqual(['canceled', 'canceled'], [status for _, status in self.records()])
@@ -20911,7 +20911,7 @@ class SyncStatusTest(CommandTest):
                       f'Slurm job 73 reached its time limit (TIMEOUT, at {torc.format_time(now - 99)})')
         left = 'left alone: allocation 4 has not been submitted yet, as far as is known\nAllocations of workflow 1: 1 active, 0 pending\n'
         self.assertEqual(f'allocation 1 complete: {said}\nallocation 3 complete: {then}\njob 1 (first) ready again: {said}\n'
-                         f'job 2 (second) ready again: {said}\n1 compute nodes inactive\n{left}', text.replace('would be ', ''))
+                         f'job 2 (second) ready again: {said}\n1 compute node inactive\n{left}', text.replace('would be ', ''))
         preview = self.json('workflows sync-status 1 --dry-run')
         found = self.json('workflows sync-status 1')
         self.assertEqual(dict(preview, dry_run=False), found)
@@ -21004,8 +21004,8 @@ class SyncStatusTest(CommandTest):
                     said = self.assertExit(0, self.world.main(*line.split(), '--dry-run'))
                     self.assertEqual(f'journals in {place} would be taken in first: no job whose end is in them would be failed\n', said.err)
                 said = self.world.main(*line.split())
-                self.assertIn('1 completion taken in from journals of runners\n' if is_named else 'n1.db: 1 completions do not say of which '
-                              'database they are: if of this one, `workflows reconcile` brings them in\n', said.err)
+                self.assertIn('1 completion taken in from journals of runners\n' if is_named else 'n1.db: 1 completion without '
+                              'the name of a database: if it is this one, `workflows reconcile` takes them in\n', said.err)
                 self.assertEqual(states, tuple(self.states()[name] for name in ('first', 'second', 'last')))
 
 

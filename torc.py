@@ -28732,7 +28732,7 @@ def go_on_submitting(session: Session, workflow: Dict[str, Any]) -> List[str]:
     if not has_unsubmitted(session, workflow['id']) or not has_slurm_program('sbatch'):
         return []
     done = Submitter(session, workflow).run({}, waits=False)
-    said = [f'{len(done.numbers)} allocations submitted that a killed command had left: '
+    said = [f"{counted(len(done.numbers), 'allocation')} submitted that a killed command had left: "
             f'{first_of(done.numbers)}'] if done.numbers else []
     return said + [f'no allocation: {refusal}' for refusal in dict.fromkeys(done.refusals)]
 
@@ -28756,20 +28756,21 @@ def report_troubles(session: Session, workflow: Dict[str, Any], done: Submitter)
     number = workflow['id']
     if done.left:
         again = command_line(session, 'submit', number)
-        session.report(f'{done.left} allocations are not submitted: {done.why_left}. Nothing is submitted '
-                       f'twice; to go on: {again}')
+        session.report(f"{counted(done.left, 'allocation')} not submitted: {done.why_left}. Nothing is "
+                       f'submitted twice; to go on: {again}')
     if done.refusals and not done.numbers:
         raise Refused(f'no allocation of workflow {number} was submitted: {done.refusals[0]}')
     for message, count in sorted(collections.Counter(done.refusals).items()):
-        session.report(f'torc: {count} allocations of workflow {number} were not submitted: {message}')
+        session.report(f"torc: {counted(count, 'allocation')} of workflow {number} not submitted: {message}")
 
 
 def report_submitted(session: Session, workflow: Dict[str, Any], done: Submitter) -> Answer:
     """Say what was submitted, and what was not. Refused if nothing was, in Slurm's words."""
     report_troubles(session, workflow, done)
     number, count = workflow['id'], len(done.numbers)
-    text = f'Submitted {count} allocations of workflow {number}: {first_of(done.numbers)}' if count else \
-        f'Submitted no allocation of workflow {number}'
+    text = f'Submitted no allocation of workflow {number}'
+    if count:
+        text = f"Submitted {counted(count, 'allocation')} of workflow {number}: {first_of(done.numbers)}"
     if not count and not done.left:
         why = 'no job is left that they could run' if done.answer['idle_actions'] else \
             'another command has submitted them' if done.why_left else 'none of its actions is due'
@@ -29060,7 +29061,7 @@ def format_issues(answer: Dict[str, Any]) -> str:
                           f"      {issue['file']}:{issue['line_number']}"]
     more = answer['total_issues'] - len(issues)
     lines += ['', f'and {more} more, in the same files'] if more > 0 else []
-    lines += ['', f"{answer['errors']} errors, {answer['warnings']} warnings"]
+    lines += ['', f"{counted(answer['errors'], 'error')}, {counted(answer['warnings'], 'warning')}"]
     return format_lines(lines)
 
 
@@ -29423,8 +29424,9 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
     lines = [f"{analysis['total_jobs']} jobs in {analysis['dependency_depth']} levels, at most "
              f"{analysis['max_parallelism']} at once, on {profile.display_name}", '']
     for row in recommendations:
-        lines += [f"{row['group_name']}: {row['job_count']} jobs, {row['num_allocations']} x "
-                  f"{row['nodes_per_allocation']} nodes of {row['partition']} for {row['walltime']} "
+        nodes = counted(row['nodes_per_allocation'], 'node')
+        lines += [f"{row['group_name']}: {counted(row['job_count'], 'job')}, {row['num_allocations']} x "
+                  f"{nodes} of {row['partition']} for {row['walltime']} "
                   f"({row['strategy']})", f"    {row['reason']}"]
     return Answer(value, format_lines(lines))
 
@@ -29488,8 +29490,9 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, directories
         ours = [entry for entry in found.entries
                 if is_asked or (entry.get('torc_py') or {}).get('database_id')]
         if len(ours) < len(found.entries):
-            problems.append(f'{path}: {len(found.entries) - len(ours)} completions do not say of which '
-                            'database they are: if of this one, `workflows reconcile` brings them in')
+            others = counted(len(found.entries) - len(ours), 'completion')
+            problems.append(f'{path}: {others} without the name of a database: if it is this one, `workflows '
+                            'reconcile` takes them in')
         problems += [found.problem] if found.problem else []
         sizes[path] = len(ours)
         entries += ours
@@ -29648,9 +29651,9 @@ def format_synced(found: Dict[str, Any]) -> str:
         rows = found[key]
         lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
                   for row in rows[:LOST_SHOWN]]
-        lines += [f'{len(rows) - LOST_SHOWN} more jobs {would}{word}'] if len(rows) > LOST_SHOWN else []
+        lines += [f'{len(rows) - LOST_SHOWN} more {would}{word}'] if len(rows) > LOST_SHOWN else []
     count = found['compute_nodes_deactivated']
-    lines += [f"{count} compute nodes {would}inactive"] if count else []
+    lines += [f"{counted(count, 'compute node')} {would}inactive"] if count else []
     lines += [f'left alone: {doubt}' for doubt in found['doubts']]
     alive = found['alive']
     lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
@@ -29861,10 +29864,10 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
     if is_dry_run:
         lines += ['Nothing was changed']
     elif value['slurm_job_ids']:
-        lines.append(f"Submitted {value['allocations_submitted']} allocations of workflow {number}: "
-                     + first_of(value['slurm_job_ids']))
+        submitted = counted(value['allocations_submitted'], 'allocation')
+        lines.append(f"Submitted {submitted} of workflow {number}: {first_of(value['slurm_job_ids'])}")
     elif due and not value['submitted']:
-        lines.append(f'{due} allocations are due; submit them with: {submit}')
+        lines.append(f"{counted(due, 'allocation')} due; submit with: {submit}")
     return format_lines(lines)
 
 
