@@ -28513,6 +28513,12 @@ def submission_settings(args: Arguments) -> Dict[str, Any]:
     return {name: value for name, value in given_settings.items() if value}
 
 
+def plain_settings(output_dir: str) -> Dict[str, Any]:
+    """submission_settings() without other options on the command line."""
+    names = ('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs')
+    return submission_settings(dict(dict.fromkeys(names), output_dir=output_dir))
+
+
 def refuse_without_sbatch() -> None:
     """Refuse, before anything is created or claimed, where nothing can be submitted."""
     if not has_slurm_program('sbatch'):
@@ -28827,7 +28833,7 @@ def cmd_slurm_create(session: Session, args: Arguments) -> Answer:
     """Add a Slurm scheduler to a workflow."""
     body = with_workflow(session, args)
     body['serialize_allocations'] = bool(args['serialize_allocations'])
-    check_scheduler({}, dict(body, id=0), {'output_dir': '/', 'directory': '/'})
+    check_scheduler(session.workflow(body['workflow_id']), dict(body, id=0), plain_settings('/'))
     record = session.call('create_slurm_scheduler', body)
     return Answer(record, f"Created Slurm scheduler {record['id']}\n")
 
@@ -28837,7 +28843,7 @@ def cmd_slurm_update(session: Session, args: Arguments) -> Answer:
     changed = given(args, 'id')
     require_changes(session, changed)
     record = dict(session.call('get_slurm_scheduler', id=args['id']), **changed)
-    check_scheduler({}, record, {'output_dir': '/', 'directory': '/'})
+    check_scheduler(session.workflow(record['workflow_id']), record, plain_settings('/'))
     record = session.call('update_slurm_scheduler', changed, id=args['id'])
     return Answer(record, f"Updated Slurm scheduler {args['id']}\n")
 
@@ -29685,12 +29691,6 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     if options.is_dry_run or planned.plan is None:
         return describe_regeneration(workflow['id'], planned)
     return perform_regeneration(session, workflow, planned)
-
-
-def plain_settings(output_dir: str) -> Dict[str, Any]:
-    """submission_settings() without other options on the command line."""
-    names = ('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs')
-    return submission_settings(dict(dict.fromkeys(names), output_dir=output_dir))
 
 
 def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) -> Tuple[Set[int], str]:
