@@ -23474,7 +23474,8 @@ def plan_remedies(failures: Sequence[JobUse], sharers: Dict[int, List[int]],
 def why_left(failure: JobUse, rules: RemedyRules) -> str:
     """Why a job is not run again, before its requirements are looked at; '' if it is."""
     if failure.kind not in rules.kinds:
-        return FAILURE_CLASSES[failure.kind].meaning
+        meaning = FAILURE_CLASSES[failure.kind].meaning
+        return f'{meaning} ({failure.evidence})' if failure.cause else meaning
     losses = (rules.losses or {}).get(failure.job_id, 0)
     if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
         return f'was lost {losses} times: it may need longer allocations, or be what brings its node down'
@@ -30319,8 +30320,10 @@ def explain_nothing(session: Session, found: Evidence, plan: RecoveryPlan, args:
 def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: Arguments) -> RecoveryPlan:
     """The hook, which may veto; then the change; then the allocations: the plan with what came of it."""
     number, workflow, planned = found.workflow['id'], found.workflow, plan.allocations
-    if plan.hook:
-        run_hook(session, workflow, plan.hook)
+    code = run_program(session, plan.hook, workflow, '--recovery-hook') if plan.hook else 0
+    if code:
+        raise Refused(printable_line(f"the recovery hook '{plan.hook[0]}' ended with return code {code}: "
+                                     'nothing was changed'))
     if plan.answer is not None:
         answer = session.call('recover_jobs', recovery_request(session, found, plan, args),
                               workflow_id=number)
@@ -30534,14 +30537,6 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     return code if code >= 0 else 128 - code
 
 
-def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
-    """Run the recovery hook. Refused if it fails: nothing changes."""
-    code = run_program(session, words, workflow, '--recovery-hook')
-    if code:
-        raise Refused(printable_line(f"the recovery hook '{words[0]}' ended with return code {code}: nothing "
-                                     'was changed'))
-
-
 PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
 For each of the jobs below look at what it wrote and decide whether another attempt may succeed (a network
 that was down, a busy file system, too little memory or time) or cannot (a bug, a wrong input). Then run for
@@ -30695,26 +30690,29 @@ class Supervision:
             self.say(message, level)
         self.said[topic] = message
 
-    def run(self) -> int:
-        """Watch until the end or a signal; the exit code."""
+    def run(self, wakeup: Wakeup) -> int:
+        """Watch until the end or a signal, which is heard between polls; the exit code."""
         self.keep()
         self.say_once('lock', self.lock.doubt, 'warning')
         self.say(f'Watch started workflow_id={self.number} hostname={socket.gethostname()} '
                  f'output_dir={os.path.dirname(self.log.path)} log_file={os.path.basename(self.log.path)}')
         try:
-            with interrupted_by_signals():
-                while True:
-                    began = time.monotonic()
-                    code = self.poll_patiently()
-                    self.log.flush()
-                    if code is None and self.args['once']:
-                        code = 1
-                        self.show_end('jobs are left', code)
-                    if code is not None:
-                        return code
-                    self.session.client.close()     # an embedded database is for others meanwhile
-                    time.sleep(max(0.0, began + self.args['poll_interval'] - time.monotonic()))
-        except KeyboardInterrupt:       # what it was at is finished by the next one, as after a kill
+            while True:
+                until = time.monotonic() + self.args['poll_interval']
+                code = self.poll_patiently()
+                self.log.flush()
+                if code is None and self.args['once']:
+                    code = 1
+                    self.show_end('jobs are left', code)
+                if code is not None:
+                    return code
+                self.session.client.close()     # an embedded database is for others meanwhile
+                left_s = math.inf
+                while left_s > 0:
+                    left_s = until - time.monotonic()
+                    if set(wakeup.wait(max(0.0, left_s))) - {signal.SIGCHLD}:
+                        raise KeyboardInterrupt
+        except KeyboardInterrupt:       # also by a signal while a program of the user ran
             self.say('interrupted; started again, it goes on')
             self.show_end('interrupted', 130)
             return 130
@@ -30920,7 +30918,8 @@ def cmd_watch(session: Session, args: Arguments) -> int:
             stack.callback(log_file.close)
         with writing(f"the lock of a watch in {args['output_dir']}", '--output-dir'):
             lock = stack.enter_context(contextlib.closing(WatchLock(args['output_dir'], workflow['id'])))
-        return Supervision(session, workflow, args, log_file, lock).run()
+        wakeup = stack.enter_context(contextlib.closing(Wakeup()))
+        return Supervision(session, workflow, args, log_file, lock).run(wakeup)
 
 
 # ======== 20i. Remote commands: workers on other hosts ========
