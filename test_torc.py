@@ -22276,7 +22276,7 @@ class InstallTest(WorldTest):
             self.run_program(program, *words, code=1, said='return code 3')
         self.assertEqual([python, launcher, *words], self.run_program(launcher, 'logs', '1', 'job1').splitlines())      # what ps shows
         self.run_program(launcher, 'nonsense', code=2, said='see: torc help')
-        self.assertIn(' torc submit READY ', self.run_program(launcher, 'help', 'slurm'))
+        self.assertIn(' torc submit ready.yaml ', self.run_program(launcher, 'help', 'slurm'))
         self.run_program(launcher, 'run', '-', input='name: x\njobs: [{name: a, command: "true"}]\n', said='1 completed')
         self.assertEqual(before, [(entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(compiled)], 'it was compiled again')
 
