@@ -3752,6 +3752,8 @@ def find_instances(block: Block, workflow: Block) -> Instances:
         path = block.get('parameters_file') or workflow.get('parameters_file')
         if not path:
             raise ValueError('use_parameters_file needs parameters_file in the workflow')
+        if block.get('parameter_mode') == 'zip':
+            raise ValueError('a table cannot be combined with parameter_mode zip: add a column to it')
         table = find_table(block.context, path)
         return cross(table, find_combinations(block, workflow), block.context.max_instances)
     except ValueError as error:
@@ -14566,7 +14568,8 @@ def serve_words(options: ServerOptions) -> List[str]:
               ('--auth-file', os.path.abspath(options.auth_file) if options.auth_file else ''),
               ('--credential-cache-ttl-secs', options.auth_file and f'{options.known_s:g}'),
               *(('--admin-user', user) for user in options.administrators),
-              ('--tls-cert', options.tls_certificate), ('--tls-key', options.tls_key))
+              ('--tls-cert', options.tls_certificate), ('--tls-key', options.tls_key),
+              ('--pid-file', options.pid_file))
     switches = (('--no-auth', not options.needs_token),
                 ('--enforce-access-control', options.enforces_access),
                 ('--disable-admin-sql', not options.allows_sql),
