@@ -18657,7 +18657,8 @@ class ReasonTest(CommandTest):
             start_time: ...20...-...-... ...:...:... ...
             return_code: ...137
             $ -f json jobs get 3 -> 0: "reason": "killed by SIGKILL"..."return_code": 137
-            $ results list 1 --failed -> 0: declared output files are missing: out.txt...killed by SIGKILL...attempt 2
+            $ results list 1 --failed -> 0: declared output files are missing: out.txt
+            $ results list 1 --failed -> 0: attempt 2
             $ -f csv results list 1 -j 4 --all-runs
             ...
             ...,attempt 1
@@ -18665,7 +18666,8 @@ class ReasonTest(CommandTest):
             $ results get 4
             ...
             reason: ...attempt ...
-            $ -f csv events list 1 -> 0: ,error,job job_failed,...,missing: declared output files are missing: out.txt...,info,job_retried,...,flaky: attempt 2
+            $ -f csv events list 1 -> 0: ,error,job job_failed,...,missing: declared output files are missing: out.txt
+            $ -f csv events list 1 -> 0: ,error,job job_failed,...,flaky: attempt 1...,info,job_retried,...,flaky: attempt 2
             $ jobs list 1 -> 0:  killed ... failed ... 137 ...killed by SIGKILL
             $ workflows list -> 0:  failed 
             $ logs 1
@@ -24632,7 +24634,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33347
+TORC_LINES = 33350
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]
