@@ -22531,10 +22531,15 @@ class HelpTest(unittest.TestCase):
             text = torc.format_command_help(command.name)
             self.assertTrue(text.startswith(f'Usage: torc.py {command.name}'), text)
             for argument in command.arguments:
-                self.assertIn(argument.meaning, text)
+                self.assertIn(' '.join(argument.meaning.split()), ' '.join(text.split()))
         for name, (show, _) in torc.TOPICS.items():
             self.assertGreater(len(show()), 400, name)
             self.assertRegex(torc.format_overview(), f'help {name} +[a-zA-Z]')
+
+    def test_pages_fit_a_terminal(self):
+        for words in ('', *torc.TOPICS, *torc.GROUPS, *torc.COMMANDS_BY_NAME):
+            text = torc.TOPICS[words][0]() if words in torc.TOPICS else torc.format_command_help(words) if words else torc.format_overview()
+            self.assertEqual([], [line for line in text.splitlines() if len(line) > 120 and not line.startswith('Example')], words)
 
     def test_topics_name_the_program_as_it_was_called(self):
         with unittest.mock.patch.object(sys, 'argv', ['/opt/bin/torc']):
@@ -22553,7 +22558,7 @@ class HelpTest(unittest.TestCase):
     def test_pages_of_tables_have_every_row(self):
         for text, rows in ((torc.format_environment(), torc.ENVIRONMENT), (torc.format_exits(), torc.EXITS + torc.STATUSES)):
             for row in rows:
-                self.assertIn(row.name if rows is torc.ENVIRONMENT else row.meaning, text)
+                self.assertIn(row.name if rows is torc.ENVIRONMENT else row.meaning, ' '.join(text.split()))
 
 
 class ManualTest(WorldTest):

@@ -4663,9 +4663,9 @@ More than {limit} instances are refused, unless --max-instances N lifts the limi
 """
 
 
-def fill_lines(text: str) -> List[str]:
-    """A text in lines of 72 columns."""
-    return [line.rstrip() for line in re.findall(r'\S.{0,71}(?:\s|\Z)', text)]
+def fill_lines(text: str, columns: int = 72) -> List[str]:
+    """A text in lines of so many columns; a longer word has its own."""
+    return [line.rstrip() for line in re.findall(r'\S(?:.{0,%d}|\S*)(?:\s|\Z)' % (columns - 1), text)] or ['']
 
 
 def format_parameter_help() -> str:
@@ -24817,7 +24817,8 @@ def format_lines(lines: Iterable[str]) -> str:
     return ''.join(printable_line(line) + '\n' for line in lines)
 
 
-def format_rows(pairs: Iterable[Tuple[str, str]], indent: str = '  ', limit: int = 34) -> str:
+def format_rows(pairs: Iterable[Tuple[str, str]], indent: str = '  ', limit: int = 34,
+                columns: int = 100) -> str:
     """Two aligned columns of words and meanings; a word too long for its column stands on its own line."""
     pairs = list(pairs)
     width = min(max([text_width(word) for word, _ in pairs] or [0]), limit)
@@ -24826,7 +24827,9 @@ def format_rows(pairs: Iterable[Tuple[str, str]], indent: str = '  ', limit: int
         if text_width(word) > width:
             lines.append(f'{indent}{word}')
             word = ''
-        lines.append(f'{indent}{pad(word, width)}  {meaning}'.rstrip())
+        for line in fill_lines(meaning, columns - len(indent) - width - 2):
+            lines.append(f'{indent}{pad(word, width)}  {line}'.rstrip())
+            word = ''
     return ''.join(line + '\n' for line in lines)
 
 
@@ -31019,7 +31022,7 @@ class RemoteHosts:
         good = self.good()
         items = [dict(good.get(worker) or {'error': answer.message}, worker=worker)
                  for worker, answer in zip(self.workers, self.answers)]
-        lines = format_rows([(worker, describe(answer)) for worker, answer in good.items()], '')
+        lines = format_rows([(worker, describe(answer)) for worker, answer in good.items()], '', columns=1000)
         self.session.answer({'workflow_id': self.workflow_id, 'items': items}, lines)
         return self.report_failures()
 
