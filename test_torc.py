@@ -22391,7 +22391,7 @@ class ParserTest(unittest.TestCase):
                 ('config show', 'config'), ('tui', 'tui'), ('workflows export 1', 'workflows export'))),
             ('status 1 --qiet', "unknown option --qiet, did you mean '--quiet'?"),
             ('status -z', 'unknown option -z'),
-            ('-f jsno status', "-f/--format: 'jsno' is none of table, json, csv, did you mean 'json'?"),
+            ('-f jsno status', "-f/--format: 'jsno' is none of table, json, csv, tsv, did you mean 'json'?"),
             ('status x', "'x' is not an id: ids are whole numbers from 1; usage: torc.py status [WF]"),
             ('status 0', "'0' is not an id: ids are whole numbers from 1; usage: torc.py status [WF]"),
             ('status 1 2', "'2' is an unexpected argument; usage: torc.py status [WF]"),
@@ -24639,7 +24639,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33350
+TORC_LINES = 33357
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

@@ -26912,11 +26912,15 @@ def cmd_ping(session: Session, args: Arguments) -> Answer:
 
 # -------- jobs --------
 
+def read_commands(session: Session, path: str) -> List[str]:
+    """Lines of a file of commands, '-' for stdin, without blank ones and comments."""
+    lines = map(str.strip, read_input(session, path).decode('utf-8', 'surrogateescape').splitlines())
+    return [line for line in lines if line and line[0] != '#']
+
+
 def cmd_jobs_create_from_file(session: Session, args: Arguments) -> Answer:
-    """A job for each line of a file ('-': stdin) but blank ones and comments, all with the same needs."""
-    text = read_input(session, args['file']).decode('utf-8', 'surrogateescape')
-    lines, workflow_id = map(str.strip, text.splitlines()), args['workflow_id']
-    commands = [line for line in lines if line and line[0] != '#']
+    """A job for each line of a file, all with the same requirements."""
+    workflow_id, commands = args['workflow_id'], read_commands(session, args['file'])
     if not commands:
         raise BadInput(f"{args['file']} holds no command: write one on each line")
     taken = frozenset(session.call('get_dependency_graph', workflow_id=workflow_id)['job_names'])
