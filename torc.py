@@ -33197,7 +33197,7 @@ line.limit { stroke: currentColor; }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; background: currentColor; }
 table { border-collapse: collapse; margin-top: 2rem; font-size: .9rem; display: block; overflow-x: auto; }
 td { padding: .25rem .6rem; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap; }
-td:first-child { text-align: left; white-space: normal; width: 100%; }
+td:first-child { text-align: left; white-space: normal; width: 100%; min-width: 11rem; }
 tr:first-child { color: var(--soft); font-weight: 600; }
 </style>
 <script>
