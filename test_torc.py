@@ -20504,7 +20504,9 @@ class RegenerateTest(SubmitCase):
         with self.world.inside(), contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
             database.execute('UPDATE job SET status = CASE WHEN id < 5 THEN 6 ELSE 5 END')
         before = self.dump()
-        self.assertEqual('Workflow 1 has no job left that needs an allocation\n', self.text('slurm regenerate 1 --profile kestrel --submit'))
+        said = self.assertExit(0, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit'))
+        self.assertEqual(('Workflow 1 has no job left that needs an allocation\n', 'What failed is not planned for; to run it again: torc.py recover 1\n'),
+                         (said.out, said.err))
         self.assertEqual((0, []), tuple(self.regenerate('--submit')[key] for key in ('pending_jobs', 'schedulers_created')))
         self.assertEqual((before, []), (self.dump(), self.fakes.calls()))
 
@@ -24639,7 +24641,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33357
+TORC_LINES = 33355
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

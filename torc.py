@@ -28638,11 +28638,6 @@ class Submitter:
         self.callers = {}           # type: Dict[str, Caller]  # by output directory
         self.warned = set()         # type: Set[int]  # schedulers
 
-    @property
-    def is_any(self) -> bool:
-        """Whether there was anything to submit."""
-        return bool(self.numbers or self.refusals or self.why_left or self.answer['idle_actions'])
-
     def run(self, request: Dict[str, Any], plan: Optional[Dict[str, Any]] = None,
             waits: bool = True) -> 'Submitter':
         """Submit what the server makes for a request (SubmissionRequest), and what others have left.
@@ -28821,21 +28816,20 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> Answer:
 
 def choose_scheduler(session: Session, workflow: Dict[str, Any], word: Optional[str]) -> Dict[str, Any]:
     """The scheduler of a workflow with this id or name, its only one, or one that is chosen on a terminal."""
-    schedulers = {str(item['id']): item for item in session.items('list_slurm_schedulers',
-                                                                  workflow_id=workflow['id'])}
-    if not schedulers:
+    rows = session.items('list_slurm_schedulers', workflow_id=workflow['id'])
+    if not rows:
         raise Refused(f"workflow {workflow['id']} has no Slurm scheduler: make one with `slurm create`")
-    named = ', '.join(f"{item['id']} ({item.get('name')})" for item in schedulers.values())
-    if word is None and len(schedulers) > 1:
+    named = ', '.join(f"{row['id']} ({row.get('name')})" for row in rows)
+    if word is None and len(rows) > 1:
         if not session.is_interactive:
             raise BadInput(printable(f'--scheduler-config-id is required: one of {named}'))
         word = session.ask(f'Scheduler, one of {named}: ')
-    names = {item.get('name'): number for number, item in schedulers.items()}
-    number = next(iter(schedulers)) if word is None else word if word in schedulers else names.get(word)
-    if number is None:
+    found = [row for row in rows if word in (None, str(row['id']))] or \
+        [row for row in rows if word == row.get('name')]
+    if not found:
         raise NotFound(printable(f"Slurm scheduler {word} not found in workflow {workflow['id']}; "
                                  f'it has {named}'))
-    return schedulers[number]
+    return found[0]
 
 
 # -------- schedulers, records of allocations --------
@@ -29825,7 +29819,7 @@ def describe_regeneration(workflow_id: int, planned: Regeneration,
                 actions_taken=0)
 
 
-def cmd_regenerate(session: Session, args: Arguments) -> int:
+def cmd_regenerate(session: Session, args: Arguments) -> Answer:
     """Plan allocations for the jobs of a workflow that are left, and submit them if so wanted."""
     if args['submit'] and not args['dry_run']:
         refuse_without_sbatch()
@@ -29833,6 +29827,9 @@ def cmd_regenerate(session: Session, args: Arguments) -> int:
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
     if status['is_canceled']:
         refuse_canceled(session, workflow['id'])
+    if has_failed(status['jobs_by_status']):
+        recover = command_line(session, 'recover', workflow['id'])
+        session.inform(f'What failed is not planned for; to run it again: {recover}')
     options = RegenerateOptions(
         args['account'], args['profile'], args['partition'], args['walltime'], plan_options(args),
         args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
@@ -29840,13 +29837,13 @@ def cmd_regenerate(session: Session, args: Arguments) -> int:
     return report_regenerated(session, workflow, options)
 
 
-def report_regenerated(session: Session, workflow: Dict[str, Any], options: RegenerateOptions) -> int:
-    """Plan what is asked for, do it, and say so; the exit code."""
+def report_regenerated(session: Session, workflow: Dict[str, Any], options: RegenerateOptions) -> Answer:
+    """Plan what is asked for, do it, and say so."""
     value = regenerate_workflow(session, workflow, options)
     for warning in value['warnings']:
         session.report(f'warning: {warning}')
-    session.answer(value, format_regenerated(value, command_line(session, 'submit', workflow['id'])))
-    return 1 if options.submits and lacks_allocations(value) else 0
+    text = format_regenerated(value, command_line(session, 'submit', workflow['id']))
+    return Answer(value, text, code=1 if options.submits and lacks_allocations(value) else 0)
 
 
 def lacks_allocations(value: Dict[str, Any]) -> bool:
@@ -29884,7 +29881,7 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
 
 # -------- submit --------
 
-def cmd_submit(session: Session, args: Arguments) -> Any:
+def cmd_submit(session: Session, args: Arguments) -> Answer:
     """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
     refuse_without_sbatch()
     settings = submission_settings(args)
@@ -29901,7 +29898,8 @@ def cmd_submit(session: Session, args: Arguments) -> Any:
         if args['action'] is not None:
             return submit_action(session, workflow, args['action'], settings)
         outcome = submit_workflow(session, workflow, settings, args)
-        if not outcome.is_any and has_unplanned(session, workflow):
+        is_any = outcome.numbers or outcome.refusals or outcome.why_left or outcome.answer['idle_actions']
+        if not is_any and has_unplanned(session, workflow):
             return report_regenerated(session, workflow, RegenerateOptions(submits=True, settings=settings))
         return report_submitted(session, workflow, outcome)
     if args['action'] is not None:
