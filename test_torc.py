@@ -17141,7 +17141,7 @@ class WatcherTest(unittest.TestCase):
             1 failed, 2 completed        -          plain     -                 end       1     --recover
             1 failed, 2 canceled         -          recover   -                 recover   0     (attempt 1
             1 terminated                 -          twice     done=1            recover   0     (attempt 2/2)
-            1 terminated                 -          twice     done=2            end       1     after 2
+            1 terminated                 -          twice     done=2            end       1     after recovery 2
             1 terminated                 -          twice     done=2,begun=1    recover   0     (attempt 2/2)
             1 terminated                 -          recover   done=99           recover   0     (attempt 100
             1 failed                     -          all       done=99,useful=91  recover  0     (attempt 100
@@ -17156,17 +17156,17 @@ class WatcherTest(unittest.TestCase):
             1 pending_failed, 2 ready    1 active   plain     -                 wait      0     -
             2 ready, 1 running           1 nodes    plain     -                 wait      0     -
             2 ready, 1 running           -          plain     -                 wait      0     -
-            2 ready                      -          schedule  -                 schedule  0     2 jobs are
-            2 ready, 1 failed            -          schedule  -                 schedule  0     2 jobs are
+            2 ready                      -          schedule  -                 schedule  0     2 ready jobs, and no
+            2 ready, 1 failed            -          schedule  -                 schedule  0     2 ready jobs, and no
             2 ready                      -          schedule  scheduler=0       wait      0     left: 2 ready
             2 ready                      -          schedule  labels=2          wait      0     left: 2 ready
-            3 ready                      -          schedule  labels=2          schedule  0     1 jobs are
+            3 ready                      -          schedule  labels=2          schedule  0     1 ready job, and no
             2 blocked                    -          schedule  -                 wait      0     left: 2 block
             2 ready                      -          recover   -                 wait      0     nobody is
-            2 ready                      -          recover   done=1            schedule  0     2 jobs are
+            2 ready                      -          recover   done=1            schedule  0     2 ready jobs, and no
             2 ready                      -          recover   done=1,local=0    wait      0     nobody is
             2 ready                      -          plain     done=1            wait      0     nobody is
-            2 ready                      -          recover   losses=1          schedule  0     2 jobs are
+            2 ready                      -          recover   losses=1          schedule  0     2 ready jobs, and no
             2 ready                      -          recover   losses=1,local=0  wait      0     nobody is
             2 ready                      -          plain     losses=1          wait      0     nobody is
             2 ready                      -          once      -                 end       1     (`recover` it,
@@ -17175,9 +17175,9 @@ class WatcherTest(unittest.TestCase):
             2 ready                      -          keep      -                 wait      0     nobody is
             3 uninitialized              -          once      -                 end       1     3 uninitialized
             2 ready                      1 pending  schedule  age=1799          wait      0     -
-            9 ready                      1 active   schedule  age=1800,unplanned=5  schedule  0  5 ready jobs are in
+            9 ready                      1 active   schedule  age=1800,unplanned=5  schedule  0  5 ready jobs in no plan
             9 ready                      1 active   schedule  age=7199,unplanned=4  wait  0     -
-            9 ready                      1 active   schedule  age=7200,unplanned=1  schedule  0  1 ready jobs are in
+            9 ready                      1 active   schedule  age=7200,unplanned=1  schedule  0  1 ready job in no plan
             9 ready                      1 active   schedule  age=7200,unplanned=0  wait  0     -
             9 ready                      1 active   never     age=7200,unplanned=1  wait  0     -
             9 ready                      1 active   plain     age=7200          wait      0     -
@@ -17188,12 +17188,12 @@ class WatcherTest(unittest.TestCase):
             4 ready                      1 active   schedule  losses=1,age=1800,unplanned=4  wait  0  -
             1 ready                      1 active   schedule  losses=1,age=7200  schedule  0    and allocations were
             1 blocked                    1 active   schedule  losses=1,age=7200  wait     0     -
-            2 ready                      -          schedule  idle=1,tried=59   wait      0     of 1 submissions in a row
-            2 ready                      -          schedule  idle=1,tried=60   schedule  0     2 jobs are
+            2 ready                      -          schedule  idle=1,tried=59   wait      0     of 1 submission in a row
+            2 ready                      -          schedule  idle=1,tried=60   schedule  0     2 ready jobs, and no
             2 ready                      -          schedule  idle=5,tried=959  wait      0     those of 5
-            2 ready                      -          schedule  idle=5,tried=960  schedule  0     2 jobs are
+            2 ready                      -          schedule  idle=5,tried=960  schedule  0     2 ready jobs, and no
             2 ready                      -          schedule  idle=6,tried=99999  end     1     those of 6
-            2 ready                      -          always    idle=6,tried=99999  schedule  0   2 jobs are
+            2 ready                      -          always    idle=6,tried=99999  schedule  0   2 ready jobs, and no
             2 ready                      -          at once   idle=1,tried=10   end       1     those of 1
         """)
         keys = {'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled', 'losses': 'has_interruptions',
@@ -17233,7 +17233,7 @@ class WatcherTest(unittest.TestCase):
         watcher, keeper = self.watcher('plain'), self.watcher('keep')
         for counts, workers in (('1 blocked', ''), ('1 ready', '1 nodes'), ('1 ready', '')):
             self.assertEqual('wait', self.step(watcher, 0.0, counts, workers)[0])
-        self.assertEqual(('end', 'nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu '
+        self.assertEqual(('end', 'nobody is at work, and jobs are left: 1 ready; 1 job for runners with label gpu '
                           '(`submit` it, or give --auto-schedule or --persistent)', 1),
                          self.step(watcher, 3.0, '1 ready', labels={'gpu': 1}))
         self.assertEqual({'wait'}, {self.step(keeper, 0.0, '1 ready')[0] for _ in range(5)})
@@ -21790,17 +21790,6 @@ class WatchedSlurmTest(CommandTest):
         with unittest.mock.patch.object(torc, 'SLURM_LOOK_S', every_s):
             return self.assertExit(code, self.world.main('watch', 1, '-p', 0.02, *words))
 
-    def test_slurm_is_asked_once_though_the_server_is_asked_many_times(self):
-        self.allocate(71)
-        self.looks('printf "71|PENDING|N/A"', 'true')
-        process = self.world.start('watch', 1, '-p', 0.02, '-s')
-        line = '4 ready; 1 allocation pending'
-        self.world.wait(lambda: process.err.count(line) > 20, 30, '20 polls', [process])
-        self.assertEqual(1, len(self.fakes.calls('squeue')))
-        process.send(signal.SIGTERM)
-        self.assertExit(130, process.finish())
-        self.assertEqual([], self.fakes.calls('sacct'))
-
     def test_what_squeue_cannot_say_or_does_not_show_proves_nothing(self):
         failure = 'echo "slurm_load_jobs error: Socket timed out" >&2; exit 1'
         hidden = 'case " $* " in *" --all "*) printf "71|RUNNING|N/A";; esac'    # its partition is
@@ -21830,7 +21819,7 @@ class WatchedSlurmTest(CommandTest):
         self.assertNotIn('count from here', done.err)       # but from where the workflow was made
         self.assertIn('allocation of Slurm job 71: ', done.err)
         self.assertIn('job j1 is ready again: ', done.err)
-        self.assertIn('4 jobs are ready, and there is no allocation', done.err)
+        self.assertIn('4 ready jobs, and no allocation', done.err)
         self.assertIn('1 allocation submitted', done.err)
         self.assertEqual({'ready'}, set(self.states().values()))
         rows = self.json('scheduled-compute-nodes list 1')['items']
@@ -21847,9 +21836,9 @@ class WatchedSlurmTest(CommandTest):
 
     def test_what_was_lost_is_submitted_again_though_nothing_failed_unless_what_is_left_will_do(self):
         automatic = '--auto-schedule --auto-schedule-cooldown 0 --auto-schedule-threshold 4 '
-        lost, none = '4 jobs are ready, and allocations were lost', 'no more allocations are submitted: 1 allocations that are queued or running are'
+        lost, none = '4 ready jobs, and allocations were lost', 'no more allocations are submitted: 1 allocations that are queued or running are'
         for state, options, lines in (
-                ('', '-r', ('4 jobs are ready, and there is no allocation', '1 allocation submitted')),
+                ('', '-r', ('4 ready jobs, and no allocation', '1 allocation submitted')),
                 ('PENDING', automatic, (lost, none)), ('RUNNING', automatic, (lost, '1 allocation submitted'))):
             with self.subTest(state):
                 self.doCleanups()
@@ -21917,7 +21906,7 @@ class WatchedSlurmTest(CommandTest):
                          [(row['scheduler_id'], row['status']) for row in rows])
         self.let_fail(137)
         self.fakes.write('squeue', 'cat "$fake"/job_*')
-        words = 'jobs failed again after 1 recoveries (--max-retries)'
+        words = 'jobs failed again after recovery 1 (--max-retries)'
         for _ in range(2):      # as scrontab starts it
             self.assertIn(words, self.watch('-r', '-m', 1, '--once', '--profile', 'kestrel', code=1).err)
         self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))

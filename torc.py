@@ -23879,7 +23879,7 @@ class Watcher:
         if self.refusal is not None and self.refusal[0] == self.seen['run_id']:
             return WatchStep('end', f'what failed is not run again: {self.refusal[1]}', 1)
         if is_new and most is not None and len(runs) >= most:
-            return WatchStep('end', f'jobs failed again after {len(runs)} recoveries (--max-retries)', 1)
+            return WatchStep('end', f'jobs failed again after recovery {len(runs)} (--max-retries)', 1)
         idle = sum(number >= self.seen['last_completed_run'] for number in runs)
         if is_new and retries_unknown and most is None and idle >= IDLE_RECOVERIES:
             return WatchStep('end', f'no job has completed after any of the last {idle} recoveries '
@@ -23897,11 +23897,11 @@ class Watcher:
         stranded_s = args['auto_schedule_stranded_timeout']     # after which one job is enough; 0: never
         least = 1 if 0 < stranded_s <= since_s else args['auto_schedule_threshold']
         if is_due and self.has_losses and self.num_ready >= least:      # what is left may have too much to do
-            return WatchStep('schedule', f'{self.num_ready} jobs are ready, and allocations were lost')
+            return WatchStep('schedule', f"{counted(self.num_ready, 'ready job')}, and allocations were lost")
         if is_due and counts['ready'] and self.unplanned is None:
             return WatchStep('count')
         if is_due and len(self.unplanned or ()) >= least:
-            return WatchStep('schedule', f'{len(self.unplanned or ())} ready jobs are in no plan')
+            return WatchStep('schedule', f"{counted(len(self.unplanned or ()), 'ready job')} in no plan")
         return WatchStep('wait', '; '.join(self.doubts))
 
     def judge_standstill(self, counts: Dict[str, int]) -> WatchStep:
@@ -23915,13 +23915,14 @@ class Watcher:
             failures = max(self.num_failures, idle)
             is_given_up = failures >= SCHEDULE_FAILURES and not args['persistent']
             if self.clock >= self.asked_at + submission_pause(failures) and not is_given_up:
-                return WatchStep('schedule', f'{self.num_ready} jobs are ready, and there is no allocation')
-            failure = self.failure or f'those of {idle} submissions in a row have ended before any job ' \
-                'did: see the logs of their runners'
+                return WatchStep('schedule', f"{counted(self.num_ready, 'ready job')}, and no allocation")
+            failure = self.failure or f"those of {counted(idle, 'submission')} in a row have ended before " \
+                'any job did: see the logs of their runners'
             is_end = bool(is_given_up or args['once'])
             return WatchStep('end' if is_end else 'wait', f'no allocations: {failure}', int(is_end))
         unserved = seen['status'].get('unserved_ready_labels') or {}
-        labels = ''.join(f'; {count} are for runners with label {name}' for name, count in unserved.items())
+        labels = ''.join(f"; {counted(count, 'job')} for runners with label {name}"
+                         for name, count in unserved.items())
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
         if args['persistent'] or self.still_polls < STANDSTILL_POLLS and not args['once']:
             return WatchStep('wait', reason)
