@@ -20882,7 +20882,8 @@ class SyncStatusTest(CommandTest):
 
     def begin(self, slurm_job_id: Optional[int] = None, **more: Any) -> None:
         """A runner that has started both jobs: in an allocation, else of this host, where no such process is."""
-        kind = {'scheduler': {'slurm_job_id': slurm_job_id}} if slurm_job_id else dict({'hostname': socket.gethostname(), 'identity': 'boot/1/1'}, **more)
+        kind = {'scheduler': {'slurm_job_id': slurm_job_id}} if slurm_job_id else {'hostname': socket.gethostname(), 'identity': 'boot/1/1'}
+        kind.update(more)
         with self.world.connect() as client:
             node = client.call('create_compute_node', dict({
                 'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': torc.format_time(time.time()), 'num_cpus': 4, 'memory_gb': 8.0,
@@ -24630,7 +24631,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33355
+TORC_LINES = 33356
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]
