@@ -27533,8 +27533,9 @@ def explain_causes(failure: Dict[str, Any]) -> List[str]:
 def mark_stale(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> List[JobUse]:
     """Say which results are older than the requirements: without that, each call would ask for more."""
     events = session.items('list_events', workflow_id=workflow_id, category='user_action')
-    newest = {event['data']['resource_requirements_id']: event['data']['newest_result_id'] for event in events
-              if isinstance(event['data'], dict) and 'newest_result_id' in event['data']}
+    changes = [event['data'] for event in events if isinstance(event['data'], dict)]
+    newest = {change.get('resource_requirements_id'): change['newest_result_id'] for change in changes
+              if isinstance(change.get('newest_result_id'), int)}
     return [use._replace(is_stale=use.result['id'] <= newest.get(use.needs['id'], 0)) for use in uses]
 
 
