@@ -22128,7 +22128,7 @@ class PasswordServeTest(CommandTest):
         self.play('''
             $ TORC_CREDENTIAL_CACHE_TTL_SECS=soon serve --port 0 -> 2: TORC_CREDENTIAL_CACHE_TTL_SECS is 'soon'
             $ serve --require-auth --no-auth -> 2: contradict each other
-            $ serve --auth-file nousers --port 0 -> 2: password file nousers not found
+            $ serve --auth-file nousers --port 0 -> 2: password file .../nousers not found
             $ serve --db x.db --auth-file users --no-auth --host 0.0.0.0 --port 0 -> 2: --no-auth would let everybody
             $ serve --admin-user a:b --port 0 -> 2: not a valid user name
             ''')

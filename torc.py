@@ -14565,7 +14565,7 @@ def own_addresses() -> List[str]:
 def serve_words(options: ServerOptions) -> List[str]:
     """Options of `serve` for a server that lets in whom this one lets in, and shows them the same."""
     values = (('-d', options.database), ('--host', options.host),
-              ('--auth-file', os.path.abspath(options.auth_file) if options.auth_file else ''),
+              ('--auth-file', options.auth_file),
               ('--credential-cache-ttl-secs', options.auth_file and f'{options.known_s:g}'),
               *(('--admin-user', user) for user in options.administrators),
               ('--tls-cert', options.tls_certificate), ('--tls-key', options.tls_key),
@@ -31206,15 +31206,12 @@ def cmd_remote_list_workers(session: Session, args: Arguments) -> int:
 LEAST_PASSWORD_CHARACTERS = 8
 
 
-def read_known_s(args: Arguments) -> float:
-    """How long a right password needs no other check: option or variable, in seconds."""
-    if args['credential_cache_ttl_secs'] is not None:
-        return args['credential_cache_ttl_secs']
-    text = os.environ.get('TORC_CREDENTIAL_CACHE_TTL_SECS') or str(int(DEFAULT_KNOWN_S))
-    if not re.match(r'[0-9]{1,9}\Z', text):
-        raise BadInput(f'TORC_CREDENTIAL_CACHE_TTL_SECS is {printable(text)!r}; '
-                       'it must be a number of seconds')
-    return float(text)
+def read_count(name: str, usual: float, least: int) -> int:
+    """A whole number that a variable holds."""
+    text = os.environ.get(name) or f'{usual:g}'
+    if not re.match(r'[0-9]{1,9}\Z', text) or int(text) < least:
+        raise BadInput(f'{name} is {printable(text)!r}; it must be a whole number from {least}')
+    return int(text)
 
 
 def read_administrators(args: Arguments) -> List[str]:
@@ -31350,8 +31347,8 @@ def cmd_serve(session: Session, args: Arguments) -> Any:
     if args['daemon']:
         if not log_path and options.database == IN_MEMORY:
             raise BadInput('--daemon with a database in memory requires --log-dir DIR for its log')
-        options = options._replace(ends_with_input=False, auth_file=absolute(options.auth_file))
-        session.show(start_detached_server(options, LogFile, log_path or options.database + '.log'))
+        session.show(start_detached_server(options._replace(ends_with_input=False), LogFile,
+                                           log_path or options.database + '.log'))
         return 0
 
     def announce(text: str) -> None:
@@ -31405,9 +31402,10 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
                         for name in ('tls_cert', 'tls_key'))
     if not certificate and (key or args['https']):
         raise BadInput('https needs a certificate: give --tls-cert FILE and --tls-key FILE, both in PEM form')
-    kept = os.environ.get('TORC_SERVER_SNAPSHOT_KEEP') or str(SNAPSHOTS_KEPT)
-    if not re.match(r'[1-9][0-9]{0,5}\Z', kept):
-        raise BadInput(printable(f'TORC_SERVER_SNAPSHOT_KEEP={kept}: write how many copies are kept, from 1'))
+    kept = read_count('TORC_SERVER_SNAPSHOT_KEEP', SNAPSHOTS_KEPT, 1)
+    known_s = args['credential_cache_ttl_secs']
+    if known_s is None:
+        known_s = read_count('TORC_CREDENTIAL_CACHE_TTL_SECS', DEFAULT_KNOWN_S, 0)
     database = served_database(session, args)
     beside = state_directory() if database == IN_MEMORY else os.path.dirname(database)
     travels = in_slurm_job() and database != IN_MEMORY
@@ -31420,9 +31418,9 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
         tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
         snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH') or
-                          os.path.join(beside, 'torc-server-snapshot.db')), snapshots_kept=int(kept),
+                          os.path.join(beside, 'torc-server-snapshot.db')), snapshots_kept=kept,
         allows_sql=not args['disable_admin_sql'], allows_sql_writes=not args['disable_admin_sql_writes'],
-        auth_file=args['auth_file'] or os.environ.get('TORC_AUTH_FILE', ''), known_s=read_known_s(args),
+        auth_file=absolute(args['auth_file'] or os.environ.get('TORC_AUTH_FILE')), known_s=known_s,
         enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args),
         snapshot_interval_s=session.snapshot_interval_s)
 
