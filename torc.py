@@ -31206,7 +31206,7 @@ def cmd_remote_list_workers(session: Session, args: Arguments) -> int:
 LEAST_PASSWORD_CHARACTERS = 8
 
 
-def read_count(name: str, usual: float, least: int) -> int:
+def count_of_variable(name: str, usual: float, least: int) -> int:
     """A whole number that a variable holds."""
     text = os.environ.get(name) or f'{usual:g}'
     if not re.match(r'[0-9]{1,9}\Z', text) or int(text) < least:
@@ -31402,10 +31402,10 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
                         for name in ('tls_cert', 'tls_key'))
     if not certificate and (key or args['https']):
         raise BadInput('https needs a certificate: give --tls-cert FILE and --tls-key FILE, both in PEM form')
-    kept = read_count('TORC_SERVER_SNAPSHOT_KEEP', SNAPSHOTS_KEPT, 1)
+    kept = count_of_variable('TORC_SERVER_SNAPSHOT_KEEP', SNAPSHOTS_KEPT, 1)
     known_s = args['credential_cache_ttl_secs']
     if known_s is None:
-        known_s = read_count('TORC_CREDENTIAL_CACHE_TTL_SECS', DEFAULT_KNOWN_S, 0)
+        known_s = count_of_variable('TORC_CREDENTIAL_CACHE_TTL_SECS', DEFAULT_KNOWN_S, 0)
     database = served_database(session, args)
     beside = state_directory() if database == IN_MEMORY else os.path.dirname(database)
     travels = in_slurm_job() and database != IN_MEMORY
