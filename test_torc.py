@@ -92,6 +92,7 @@ import argparse
 import ast
 import atexit
 import base64
+import builtins
 import collections
 import contextlib
 import csv
@@ -24717,6 +24718,12 @@ def line_is_top(line: str) -> bool:
     return line.startswith('# ==')
 
 
+def globals_of(table: Any) -> Set[str]:
+    """Names that a function or class, a symtable, takes from around it."""
+    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+    return own.union(*(globals_of(child) for child in table.get_children()))
+
+
 def uses_down_the_page(source: Source) -> List[str]:
     """Uses of a top-level name that is defined in a later section."""
     home = {}
@@ -24726,10 +24733,6 @@ def uses_down_the_page(source: Source) -> List[str]:
             for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
         for name in names:
             home.setdefault(name, node.lineno)
-
-    def globals_of(table: Any) -> Set[str]:
-        own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
-        return own.union(*(globals_of(child) for child in table.get_children()))
 
     tables = symtable.symtable(source.text, source.path, 'exec').get_children()
     return [f'{table.get_name()} ({source.section(table.get_lineno())}) uses {name} ({source.section(home[name])})'
@@ -24785,6 +24788,12 @@ class CodeLaws(unittest.TestCase):
 
     def test_names_look_only_up_the_page(self):
         self.assertEqual([], uses_down_the_page(self.torc))
+
+    def test_every_name_that_is_used_exists(self):
+        for source, module in ((self.torc, torc), (self.tests, sys.modules[__name__])):
+            known = {*vars(module), *dir(builtins)}
+            tables = symtable.symtable(source.text, source.path, 'exec').get_children()
+            self.assertEqual([], [f'{table.get_name()}: {name}' for table in tables for name in sorted(globals_of(table) - known)])
 
     def test_the_law_of_names_sees_a_breach(self):
         text = '# ==== 1. A: a ====\ndef first() -> None:\n    second()\n# ==== 2. B: b ====\ndef second() -> None:\n    first()\n'
