@@ -25701,6 +25701,12 @@ class ExampleLaws(WorldTest):
 PR_SET_CHILD_SUBREAPER = 36
 
 
+def table_markdown(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    lines = [list(headers), ['---'] * len(headers)] + [[str(cell).replace('|', '\\|') for cell in row] for row in rows]
+    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+
+
 class Sample(NamedTuple):
     """One run of one contestant."""
     wall_s: float
