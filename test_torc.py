@@ -17676,6 +17676,7 @@ class StatusReportTest(unittest.TestCase):
         ready, canceled = dict(status_of(ready=2), active_compute_nodes=0), dict(status_of(canceled=5, failed=99005), explanation=self.EXPLANATION)
         for status, wanted, unwanted in (
                 (ready, '  o 2 ready wait for a runner: torc.py run 1\n', 'allocation'),
+                (dict(ready, asks_slurm=True), '  o 2 ready wait for a runner: torc.py submit 1\n', 'torc.py run'),
                 (dict(ready, pending_scheduled_nodes=1), '  o 2 ready wait for an allocation: torc.py explain 1\n', 'torc.py run'),
                 (dict(canceled, is_canceled=True), 'x sim_0', 'post_0')):
             text = torc.format_status(status)

@@ -24911,7 +24911,8 @@ def find_reasons(status: Dict[str, Any], program: str, is_part: bool) -> Iterato
     if not is_part:
         # Who has allocations does not want the work of hours to be done on a login node.
         has_slurm = status.get('pending_scheduled_nodes') or status.get('active_scheduled_nodes')
-        what = f'an allocation: {program} explain' if has_slurm else f'a runner: {program} run'
+        start = 'submit' if status.get('asks_slurm') else 'run'
+        what = f'an allocation: {program} explain' if has_slurm else f'a runner: {program} {start}'
         yield 'ready', f"{counts['ready']} ready wait for {what} {number}"
 
 
@@ -26857,8 +26858,9 @@ def cmd_status(session: Session, args: Arguments) -> Answer:
     count = status.get('runtime_blocked_ready_jobs')
     if count:
         session.report(f"warning: no active node has enough time left for {counted(count, 'ready job')}")
+    asks = status['jobs_by_status']['ready'] > 0 and asks_slurm(session, status['workflow_id'])
     style = style_of(session.out, os.environ)
-    return Answer(status, format_status(status, style, command_line(session)), style)
+    return Answer(status, format_status(dict(status, asks_slurm=asks), style, command_line(session)), style)
 
 
 def cmd_delete_workflows(session: Session, args: Arguments) -> Any:
