@@ -19315,20 +19315,25 @@ class RunTest(CommandTest):
         self.assertIn("error: job 'job1': command holds the character '\\udcff', which cannot be stored: remove it", outcome.err)
 
     def test_exec_multiplies_commands_by_parameters(self):
-        table = (
-            ("-c 'echo {i}' --param i=1:2 --dry-run", ['echo 1', 'echo 2']),
-            ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]' --dry-run", ['a 1 x', 'a 1 y', 'a 2 x', 'a 2 y']),
-            ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]' --link zip --dry-run", ['a 1 x', 'a 2 y']),
-            ("-c one -c two --dry-run", ['one', 'two']),
-            ("--dry-run -- echo 'a b'", ["echo 'a b'"]),
-            ("-C commands.txt --dry-run", ["awk '{print}'"]),
-        )
-        self.world.write('commands.txt', "# comment\nawk '{print}'\n")
-        for line, commands in table:
-            spec = self.json(f'exec {line}')
-            self.assertEqual(commands, [job['command'] for job in spec['jobs']], line)
+        self.world.write('commands.txt', "# comment\nawk '{print $1}'\n")
+        for line, commands in (
+                ("-c 'echo {i}' --param i=1:2", ['echo 1', 'echo 2']),
+                ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]'", ['a 1 x', 'a 1 y', 'a 2 x', 'a 2 y']),
+                ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]' --link zip", ['a 1 x', 'a 2 y']),
+                ('-c one -c two', ['one', 'two']), ("--dry-run -- echo 'a b'", ["echo 'a b'"]), ('-C commands.txt', ["awk '{print $1}'"]),
+                ('--commands-file commands.txt --sample-interval-seconds 30s', ["awk '{print $1}'"]),      # Torc's names
+                ('--command-file commands.txt --sample-interval 5', ["awk '{print $1}'"]),
+                ('-c true --monitor time-series --generate-plots -i 5', ['true']),
+                ("-c 'echo {i:03d}' --param i=1:2", ['echo 001', 'echo 002'])):
+            outcome = self.assertExit(0, self.world.main('exec', '--dry-run', *shlex.split(line)))
+            spec = outcome.json()
+            self.assertEqual((commands, ''), ([job['command'] for job in spec['jobs']], outcome.err), line)
             self.assertRegex(spec['name'], r'\Aexec_\d{8}_\d{6}\Z')
+            self.assertEqual(30 if '30s' in line else 5 if ' 5' in line else 10, spec['resource_monitor']['sample_interval_seconds'])
         self.assertFalse(os.path.exists(self.world.path('torc_output')))
+        outcome = self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {seed} ${HOME} {a,b} {f}', '-c', 'echo {f:q}', '--param', 'seeds=1:2', '--param', 'f=[a b]'))
+        self.assertEqual("warning: job 'echo_{seeds}_{f}': command holds {seed}, which is no parameter and stays as it is, did you mean 'seeds'?\n", outcome.err)
+        self.assertEqual(["echo 'a b'"] * 2, [job['command'] for job in outcome.json()['jobs'][2:]])
 
     def test_exec_tells_what_it_cannot_do(self):
         table = (('exec', 'nothing to run'), ('exec -c a --param i', 'write NAME=VALUE'),
@@ -19352,12 +19357,6 @@ class RunTest(CommandTest):
         outcome = self.assertExit(2, self.world.main('exec', '-c', '{x}', '--param', "x=['']"))
         self.assertEqual("error: job 'x_{x}': command must not be empty: write true for a job that does nothing\n", outcome.err)
 
-    def test_a_dry_run_of_exec_doubts_names_in_braces(self):
-        outcome = self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {seed} ${HOME} {a,b} {f}', '-c', 'echo {f:q}', '--param', 'seeds=1:2', '--param', 'f=[a b]'))
-        self.assertEqual("warning: job 'echo_{seeds}_{f}': command holds {seed}, which is no parameter and stays as it is, did you mean 'seeds'?\n", outcome.err)
-        self.assertEqual(["echo 'a b'"] * 2, [job['command'] for job in outcome.json()['jobs'][2:]])
-        self.assertEqual('', self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {i:03d}', '--param', 'i=1:2')).err)
-
     def test_exec_prints_output_in_order_retries_and_goes_on_after_an_edit(self):
         done = self.assertExit(0, self.world.cli('exec', '-c', 'while [ {i} = 1 ] && [ ! -e 2 ]; do sleep 0.02; done; touch {i}; echo out {i}; echo err {i} >&2',
                                                  '--param', 'i=1:2', '-k', '-j', 2))
@@ -19375,17 +19374,6 @@ class RunTest(CommandTest):
         self.assertEqual('zero\n', self.assertExit(0, self.world.cli(*words, '--resume', '-k')).out)
         self.assertEqual({'job1': 'echo one', 'job3': 'echo two', 'job4': 'echo zero'}, {job['name']: job['command'] for job in self.json('jobs list 3')['items']})
         self.assertEqual([('job1', 1), ('job3', 1), ('job4', 2)], [(row['job_name'], row['run_id']) for row in self.json('results list 3')['items']])
-
-    def test_exec_knows_torcs_names_of_options(self):
-        self.world.write('commands.txt', 'echo 1\n')
-        spec = self.json('exec --commands-file commands.txt --sample-interval-seconds 30s --dry-run')
-        self.assertEqual((['echo 1'], 30), ([job['command'] for job in spec['jobs']], spec['resource_monitor']['sample_interval_seconds']))
-        self.assertEqual(spec['jobs'], self.json('exec --command-file commands.txt --sample-interval 5 --dry-run')['jobs'])
-
-    def test_options_that_are_carried_out_are_taken_without_a_word(self):
-        outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', '--monitor',
-                                                     'time-series', '--generate-plots', '-i', '5'))
-        self.assertEqual('', outcome.err)
 
     def test_a_dry_run_of_create_tells_everything_and_creates_nothing(self):
         direct = json.dumps({'name': 'x', 'jobs': [{'name': 'a', 'command': 'b'}], 'execution_config': {'sigterm_lead_seconds': 4}})
@@ -19427,12 +19415,6 @@ class RunTest(CommandTest):
             list(options.labels), options.is_persistent, options.claim_backoff_max_s, options.max_output_bytes))
         self.assertLess(abs(options.end_time - time.time() - 60), 5)
 
-    def test_the_exit_code_follows_from_what_was_run(self):
-        good = torc.RunOutcome(1, 0, 0, 0, [], True, False, None, '', 1.0)
-        for changes, code in (({}, 0), ({'failed': 1}, 1), ({'terminated': 1}, 1), ({'canceled': 1}, 1),
-                              ({'is_canceled': True}, 1), ({'interrupted_by': 2}, 130)):
-            self.assertEqual(code, torc.outcome_exit(good._replace(**changes)), changes)
-
     def test_the_exit_code_follows_from_all_jobs_of_the_workflow_whoever_ran_them(self):
         rows = rows_of('''
             status          exit  go on
@@ -19455,6 +19437,9 @@ class RunTest(CommandTest):
                 words = torc.words_to_go_on({'jobs_by_status': counts, 'is_canceled': False})
                 self.assertEqual(row['go on'], 'no' if words is None else ' '.join(words))
                 self.assertEqual(130, torc.outcome_exit(outcome._replace(interrupted_by=2)))
+                alone = outcome._replace(jobs_by_status={}, **{key: counts[key] for key in ('failed', 'canceled', 'terminated') if key in counts})
+                self.assertEqual(int(bool(alone.failed or alone.canceled or alone.terminated)), torc.outcome_exit(alone), 'no server any more')
+        self.assertEqual(1, torc.outcome_exit(outcome._replace(jobs_by_status={'completed': 1}, is_canceled=True)))
         never_alone = {'blocked'}
         self.assertEqual(set(torc.STATUS_CODES) - never_alone, {row['status'] for row in rows})
 
