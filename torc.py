@@ -599,9 +599,10 @@ def parse_memory(text: str, default_unit: str = '') -> int:
     return value
 
 
-def counted(number: int, noun: str) -> str:
-    """(1, 'job') -> '1 job', (2, 'job') -> '2 jobs'."""
-    return f'{number} {noun}' if number == 1 else f'{number} {noun}s'
+def counted(number: int, noun: str, verbs: str = '') -> str:
+    """(1, 'job') -> '1 job', (2, 'job') -> '2 jobs'; (2, 'job', 'waits/wait') -> '2 jobs wait'."""
+    one, _, many = verbs.partition('/')
+    return f'{number} {noun} {one}'.rstrip() if number == 1 else f'{number} {noun}s {many}'.rstrip()
 
 
 def utf8_text(word: str) -> str:
@@ -8088,7 +8089,7 @@ class Dimension(Row):
     name: str
     needs: Callable[[Kind], int]
     has: Callable[[Offer], float]
-    words: str                      # of an amount, for people
+    words: str                      # of an amount, for people; or what is counted
     format: Callable[[Any], str]
     option: str = ''                # of `run`, which sets what a runner has
     field: str = ''                 # of a Slurm scheduler, which sets what its allocations have
@@ -8100,13 +8101,13 @@ def format_left(limit_s: float) -> str:
 
 
 DIMENSIONS = (
-    Dimension('cpus', lambda kind: kind.num_cpus, lambda offer: offer.size.num_cpus, '{} CPUs', str,
+    Dimension('cpus', lambda kind: kind.num_cpus, lambda offer: offer.size.num_cpus, 'CPU', str,
               '--num-cpus', 'ntasks_per_node'),
     Dimension('memory', lambda kind: kind.memory_bytes, lambda offer: offer.size.memory_bytes,
               '{} of memory', format_memory, '--memory-gb', 'mem'),
-    Dimension('gpus', lambda kind: kind.num_gpus, lambda offer: offer.size.num_gpus, '{} GPUs', str,
+    Dimension('gpus', lambda kind: kind.num_gpus, lambda offer: offer.size.num_gpus, 'GPU', str,
               '--num-gpus', 'gres'),
-    Dimension('nodes', lambda kind: kind.num_nodes, lambda offer: offer.num_nodes, '{} nodes', str, '',
+    Dimension('nodes', lambda kind: kind.num_nodes, lambda offer: offer.num_nodes, 'node', str, '',
               'nodes'),
     Dimension('runtime', lambda kind: kind.runtime_s,
               lambda offer: math.inf if offer.limit_s is None else offer.limit_s, 'a runtime of {}',
@@ -8134,7 +8135,9 @@ def find_lacks(kind: Kind, offer: Offer, by: str = 'option') -> List[Lack]:
         if needs > has:
             show = format_left if dimension.name == 'runtime' else dimension.format
             cure = getattr(dimension, by)
-            lacks.append(Lack(dimension.name, dimension.words.format(dimension.format(needs)),
+            words = dimension.words.format(dimension.format(needs)) if '{' in dimension.words else \
+                counted(needs, dimension.words)
+            lacks.append(Lack(dimension.name, words,
                               show(has) + (f' ({cure})' if cure else '')))
     return lacks
 
@@ -9168,7 +9171,8 @@ def execute_schedule(context: Context, action: Values, settings: Values) -> Opti
            if config.get(name) is not None}
     record_event(context, action['workflow_id'], {
         'category': 'action', 'event_type': 'action_completed', 'action_id': action['id'],
-        'message': f'{count} allocations to submit' if count else 'no job is left for its allocations'})
+        'message': (counted(count, 'allocation') + ' to submit' if count else
+                    'no job is left for its allocations')})
     # those of an earlier execution do not belong to this one
     context.run('UPDATE scheduled_compute_node SET made_for = NULL WHERE made_for = ?', (action['id'],))
     return insert_allocations(context, action['workflow_id'], config.get('scheduler_id') or 0,
@@ -9255,7 +9259,7 @@ def note_submissions(context: Context, workflow_id: int, ended: Sequence[Values]
 def note_refusal(context: Context, workflow_id: int, action_id: int, count: int, message: str) -> None:
     """Slurm has refused allocations of an action: it has failed, and is due again if it got none at all."""
     kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE made_for = ?', (action_id,))
-    failure = f'{count} allocations were refused by Slurm: {message}'
+    failure = f"{counted(count, 'allocation', 'was/were')} refused by Slurm: {message}"
     context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
     if not kept:
         context.run('DELETE FROM action_execution WHERE action_id = ?', (action_id,))
@@ -10936,8 +10940,8 @@ def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool
         count = context.value('SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? '
                               "AND status IN ('pending', 'active')", (workflow_id,))
         if count:       # their runners would begin at once, and perhaps in the midst
-            raise Refused(f'{count} allocations of workflow {workflow_id} wait or run: wait for their end, '
-                          f'or cancel it first (torc.py cancel {workflow_id})')
+            raise Refused(f"workflow {workflow_id} has {counted(count, 'allocation')} that may run: wait for "
+                          f'their end, or cancel it first (torc.py cancel {workflow_id})')
     reset, times = sorted(set(body['reset'])), times_by_id(body.get('files') or {})
     check_recoverable(context, workflow_id, reset, (*RECOVERABLE, *ACTIVE) if dry_run else RECOVERABLE)
     check_owned(context, 'file', workflow_id, times)
@@ -10953,7 +10957,8 @@ def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool
         record_event(context, workflow_id, dict(body.get('event') or {}, **{
             'category': 'recovery', 'action': 'recover', 'run_id': run_id, 'user': context.caller,
             'reset_job_ids': reset, 'requirements': changed, 'workflow_id': workflow_id,
-            'message': f'Recovered workflow {workflow_id}: {len(reset)} jobs run again, as run {run_id}'}))
+            'message': f'Recovered workflow {workflow_id}: ' + counted(len(reset), 'job', 'runs/run')
+                       + f' again, as run {run_id}'}))
         to_run = ids_of_jobs(context, workflow_id, f'status IN ({READY}, {BLOCKED}) ORDER BY id')
         demand = get_demand(context, workflow_id) if dry_run else None
     names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
@@ -13160,7 +13165,7 @@ def parse_users(text: str, path: str) -> Dict[str, str]:
         users[user] = stored
     cure = f'`torc.py htpasswd add -f {shlex.quote(path)} USER` sets a password'
     if problems:
-        raise BadInput(f'{len(problems)} lines of {path} cannot be used; {cure} anew', problems)
+        raise BadInput(f"{counted(len(problems), 'line')} of {path} cannot be used; {cure} anew", problems)
     if not users:
         raise BadInput(f'{path} names no user; {cure}')
     for user in users:
@@ -18223,7 +18228,7 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
     warnings = spec.warnings + problems + [Problem(text) for text in made.warnings]
     labelled = graph.class_numbers.count(None)
     if labelled:
-        warnings.append(Problem(f'{labelled} jobs have labels: they are left to runners with these labels'))
+        warnings.append(Problem(f"{counted(labelled, 'job')} with labels: left to runners with these labels"))
     schedulers = [scheduler_block(scheduler, options.account) for scheduler in made.schedulers]
     # When the gates of a stage are ready, its allocations are submitted.
     actions = [{'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
@@ -18233,7 +18238,7 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
     value = dict(document.value)
     value['jobs'], mixed = name_schedulers(value['jobs'], spec.starts, graph, made)
     if mixed:
-        warnings.append(Problem(f'{mixed} templates make jobs for several schedulers: their jobs name none, '
+        warnings.append(Problem(f"{counted(mixed, 'template')} for several schedulers: the jobs name none, "
                                 'and run in any allocation that they fit'))
     value.update(slurm_schedulers=schedulers, actions=(value.get('actions') or []) + actions)
     value = {key: item for key, item in value.items() if key != 'actions' or item}
@@ -19380,7 +19385,7 @@ def read_copy(path: str) -> Tuple[List[Tuple[Any, Any]], List[Dict[str, Any]], s
                     left = [parse_payload('RunnerLeft', body)
                             for body, in connection.execute('SELECT body FROM torc_py_left')]
             except sqlite3.Error as error:
-                fault = f'it cannot be read whole ({error}): {len(rows)} rows can be read'
+                fault = f"it cannot be read whole ({error}): {counted(len(rows), 'row')} can be read"
     return rows, left, fault
 
 
@@ -20778,7 +20783,7 @@ class Actions(Part):
                                    trigger_type=action['trigger_type'])
         num_commands = len(action['commands'])
         if self.index >= num_commands:
-            return self.finish(True, f'{num_commands} commands completed')
+            return self.finish(True, counted(num_commands, 'command') + ' completed')
         if action is self.stopped:
             return self.finish(False, f'stopped with its runner before command {self.index + 1}')
         try:
@@ -21224,7 +21229,7 @@ class Dispatcher(Part):
         self.starter.kill(stopped)
         if stopped:
             names = first_of([attempt.name for attempt in stopped])
-            context.say(f'stopped {len(stopped)} jobs that were reset or given to other runners: {names}',
+            context.say(f"stopped {counted(len(stopped), 'job')}, reset or given to other runners: {names}",
                         'warning')
 
     def timeout_of(self, attempt: Attempt) -> Optional[int]:
@@ -22587,7 +22592,7 @@ def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]],
             'status': 'canceled', 'reason': 'no job was left for it when the last runner of Slurm job '
             f'{context.allocation.job_id} left'}, id=row['id'])
     if chosen:
-        message = f'canceled {len(chosen)} queued allocations: nothing is left for them to do'
+        message = f"canceled {counted(len(chosen), 'queued allocation')}: nothing is left to do there"
         context.say(message)
         client.call('create_event', {'workflow_id': workflow_id, 'data': {
             'category': 'scheduler', 'action': 'cancel_unneeded_pending_allocations', 'message': message,
@@ -22830,17 +22835,19 @@ class Runner:
         lost = [attempt.name for attempt in left if attempt not in drain.kept]
         words, where = [], {}       # type: List[str], Dict[str, Any]
         if lost:
-            words.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
+            words.append(f"{counted(len(lost), 'ended job')} could not be reported, nor kept on disk: "
+                         + first_of(lost))
         num_lost = len(self.link.outbox['action_results']) - drain.kept_actions
         if num_lost:
-            words.append(f'{num_lost} results of actions could not be reported, nor kept on disk: they may '
-                         'be carried out again')
-        kept = [f'{count} {what}' for count, what in (
-            (len(left) - len(lost), 'jobs that ended meanwhile'), (drain.kept_actions, 'results of actions'))
+            words.append(f"the results of {counted(num_lost, 'action')} could not be reported, nor kept on "
+                         'disk: what it did may be done again')
+        kept = [f'{counted(count, noun)} {what}' for count, noun, what in (
+            (len(left) - len(lost), 'job', 'that ended meanwhile'),
+            (drain.kept_actions, 'result', 'of actions'))
                 if count]
         if kept:
             where = {'journal': drain.path, 'base_dir': context.output.path, 'run_id': context.run_id}
-            words.append(f"{' and '.join(kept)} are kept in {drain.path}")
+            words.append(f"{' and '.join(kept)}, kept in {drain.path}")
         words = words or ['nothing is left to be reported']
         context.log.write(f"Offline drain complete: {'; '.join(words)}", 'warning')
         return Unreachable('\n'.join([self.link.error.message, *words]), **where)
@@ -25663,7 +25670,7 @@ def all_jobs_figure(axis: str, traces: Sequence[Dict[str, Any]], count: int) -> 
     more = [f'the {LINES_DRAWN} with the highest peaks are drawn'] if count > LINES_DRAWN else []
     word = 'CPU' if axis == 'cpu' else AXES[axis].title
     panel = AXES[axis].title, AXES[axis].unit, highest_of(traces)
-    return make_figure(f'{word} of all jobs', [f'{count} jobs', *more], [panel])
+    return make_figure(f'{word} of all jobs', [counted(count, 'job'), *more], [panel])
 
 
 def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
@@ -27821,13 +27828,13 @@ def format_generated(made: GeneratedSpec, profile: Profile) -> str:
     """The plan for people: a scheduler, what it asks for, and what it is for."""
     lines = [f'Schedulers for {profile.display_name}:']
     for scheduler in made.plan.schedulers:
-        gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
+        gpus = ', ' + counted(scheduler.num_gpus, 'GPU') if scheduler.num_gpus else ''
         jobs, nodes = counted(len(scheduler.jobs), 'job'), counted(scheduler.nodes, 'node')
         lines.append(f'  {scheduler.name}: {jobs}, {scheduler.num_allocations} x {nodes} '
                      f'of {scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
-                     f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
+                     f"{counted(scheduler.num_cpus, 'CPU')}, {format_request(scheduler.memory_mb)}{gpus}")
         if made.actions:
-            lines += [f'    {stage.num_allocations} when {len(stage.gates)} jobs are ready: '
+            lines += [f"    {stage.num_allocations} when {counted(len(stage.gates), 'job', 'is/are')} ready: "
                       + first_of([made.graph.names[job] for job in stage.gates], 3)
                       for stage in scheduler.stages]
     return format_lines(lines)
@@ -27985,8 +27992,8 @@ def format_applied(answer: Dict[str, Any], name: str, is_dry_run: bool) -> str:
     reasons = collections.defaultdict(list)     # type: Dict[str, List[str]]
     for job in to_run:
         reasons[job['reason']].append(job['job_name'])
-    would = 'would run' if is_dry_run else 'are to run'
-    lines.append(f"{len(to_run)} of {answer['job_count']} jobs {would}" + (':' if to_run else ''))
+    would = 'would run' if is_dry_run else 'to run'
+    lines.append(f"{len(to_run)} of {counted(answer['job_count'], 'job')} {would}" + (':' if to_run else ''))
     lines += format_groups(list(reasons.items()))
     return format_lines(lines)
 
@@ -29436,8 +29443,9 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
     value = {'workflow_analysis': analysis, 'cluster_state': states, 'recommendations': recommendations,
              'warnings': [str(warning) for warning in made.warnings], 'resource_groups': groups,
              'profile_name': profile.name, 'profile_display_name': profile.display_name, 'account': account}
-    lines = [f"{analysis['total_jobs']} jobs in {analysis['dependency_depth']} levels, at most "
-             f"{analysis['max_parallelism']} at once, on {profile.display_name}", '']
+    jobs, levels = counted(analysis['total_jobs'], 'job'), counted(analysis['dependency_depth'], 'level')
+    most = analysis['max_parallelism']
+    lines = [f'{jobs} in {levels}, at most {most} at once, on {profile.display_name}', '']
     for row in recommendations:
         nodes = counted(row['nodes_per_allocation'], 'node')
         lines += [f"{row['group_name']}: {counted(row['job_count'], 'job')}, {row['num_allocations']} x "
@@ -29764,17 +29772,17 @@ def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, 
                     gone: Tuple[Set[int], str], includes_lost: bool) -> Iterator[str]:
     """What the user is told of allocations that are there already."""
     if supply.num_counted:
-        yield (f'{supply.num_counted} allocations that are queued or running are counted: what they will do '
+        yield (counted(supply.num_counted, 'allocation', 'is/are') + ' queued or running: what these will do '
                'is not planned again')
     if gone[1] and found['allocations']:
-        yield (f'{gone[1]}: all {len(found["allocations"])} allocations that were not reported as ended are '
-               'taken to wait or run')
+        allocations = counted(len(found['allocations']), 'allocation')
+        yield f'{gone[1]}: {allocations}, not reported as ended, may be queued or running'
     lost = [row for row in found['allocations'] if row['slurm_job_id'] in gone[0]]
     held = sum(row['num_jobs'] for row in lost)
     if held and not includes_lost:
         sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
-        yield (f'{held} jobs count as running in {len(lost)} allocations that have ended: they are not '
-               f'planned for; first: {sync}')
+        jobs, ended = counted(held, 'job', 'counts/count'), counted(len(lost), 'allocation')
+        yield f'{jobs} as running in {ended} that ended, and no other is planned for that; first: {sync}'
 
 
 def perform_regeneration(session: Session, workflow: Dict[str, Any],
@@ -29869,7 +29877,7 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
     rows = value['planned_schedulers' if is_dry_run else 'schedulers_created']
     if not value['pending_jobs']:
         return f'Workflow {number} has no job left that needs an allocation\n'
-    lines = [f"{value['pending_jobs']} jobs of workflow {number} are left"
+    lines = [f"{counted(value['pending_jobs'], 'job')} of workflow {number} left"
              + ('' if rows else ': no further allocation is needed')]
     lines += ['  ' + format_scheduler(row) for row in rows]
     due = value['total_allocations'] - value.get('allocations_deferred', 0)
@@ -31162,7 +31170,8 @@ def cmd_remote_collect_logs(session: Session, args: Arguments) -> int:
 def cmd_remote_delete_logs(session: Session, args: Arguments) -> int:
     """Remove what workers and their jobs have written."""
     hosts = hosts_of(session, args)
-    if not session.confirm(f'Delete the logs of workflow {hosts.workflow_id} on {len(hosts.workers)} hosts?'):
+    where = counted(len(hosts.workers), 'host')
+    if not session.confirm(f'Delete the logs of workflow {hosts.workflow_id} on {where}?'):
         return 1
     hosts.ask('delete', output_dir=args['remote_output_dir'], known=None)
     return hosts.show(lambda answer: (
