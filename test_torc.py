@@ -21560,17 +21560,17 @@ class RecoverOnSlurmTest(SlurmTest):
         """Its JSON."""
         return self.assertExit(0, self.world.cli('-f', 'json', 'recover', 1, '--profile', 'slurm', *argv)).json()
 
-    def test_jobs_that_slurm_killed_for_memory_and_time_complete_in_the_next_run(self):
+    def test_jobs_that_slurm_killed_for_memory_and_time_complete_in_the_next_run_under_a_watch(self):
         self.world.write('w.yaml', self.SPEC)
         self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'w.yaml'))
         self.assertEqual({'oom': 'failed', 'slow': 'terminated', 'good': 'completed', 'after': 'canceled'}, self.wait_idle())
-        planned = self.recover('--dry-run')
-        self.assertEqual(3, sum(row['job_count'] for row in planned['result']['slurm_dry_run']['planned_schedulers']))
-        done = self.recover('--memory-multiplier', '4')     # it may have been seen while it grew
-        result = done['result']
-        self.assertEqual((1, 1, [1, 2], 2), (result['oom_fixed'], result['timeout_fixed'], result['jobs_to_retry'], done['run_id']))
-        self.assertEqual(2, result['slurm']['allocations_submitted'], done)
-        self.assertEqual({'completed'}, set(self.wait_idle().values()))
+        planned = self.recover('--dry-run')['result']
+        self.assertEqual((1, 1, [1, 2]), (planned['oom_fixed'], planned['timeout_fixed'], planned['jobs_to_retry']))
+        self.assertEqual(3, sum(row['job_count'] for row in planned['slurm_dry_run']['planned_schedulers']))
+        words = '--recover', '--memory-multiplier', 4, '--profile', 'slurm'     # it may have been seen while it grew
+        self.assertExit(0, self.world.start('watch', 1, '-p', 1, *words).finish(400), 'Applied fixes: 1 OOM, 1 timeout', '2 jobs run again',
+                        'the workflow is complete: 4 jobs ended well')
+        self.assertEqual(({'completed'}, 4), (set(self.wait_idle().values()), len(self.allocations())))     # 3 for 3 schedulers
 
     def test_what_an_allocation_left_that_was_canceled_goes_on_in_another(self):
         self.world.write('w.yaml', self.SPEC.replace('sleep 95', 'until [ -e go ]; do sleep 0.2; done').replace('memory: 60m', 'memory: 300m'))
