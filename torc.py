@@ -26007,13 +26007,9 @@ class Session:
 
     def ask(self, question: str) -> str:
         """The line that is typed as the answer to a question; '' also at the end of the input."""
-        return (self.ask_for_line(question) or '').strip()
-
-    def ask_for_line(self, question: str) -> Optional[str]:
-        """The same with its blanks, or None at the end of the input."""
         self.err.write(printable_line(question))
         self.err.flush()
-        return self.stdin.readline() or None
+        return self.stdin.readline().strip()
 
     def present(self, found: Any) -> int:
         """Show what a command has returned, in the requested format; its exit code."""
@@ -26030,10 +26026,6 @@ class Session:
         else:
             self.show(format_record(value) if text is None else format_lines(text))
         return code
-
-    def answer(self, value: Any, text: str, style: Style = PLAIN) -> None:
-        """The result: as a JSON document, or the text for people."""
-        self.present(Answer(value, text, style))
 
     def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str,
                   value: Any = None) -> None:
@@ -26688,14 +26680,14 @@ def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
 
 # -------- workflows --------
 
-def cmd_workflows_new(session: Session, args: Arguments) -> int:
+def cmd_workflows_new(session: Session, args: Arguments) -> Answer:
     """An empty workflow, to be filled with `jobs create` and the like."""
     body = dict(given(args), user=user_name(), submission_directory=printable(os.getcwd()))
     workflow = session.call('create_workflow', body)
     return Answer(workflow, [f"Created workflow {workflow['id']}"])
 
 
-def cmd_workflows_list(session: Session, args: Arguments) -> int:
+def cmd_workflows_list(session: Session, args: Arguments) -> Listing:
     """Workflows of the user, or of all."""
     query = given(args, 'all_users', 'archived_only', 'include_archived')
     if not args['all_users'] and not args['access_group']:
@@ -26711,18 +26703,17 @@ def cmd_workflows_list(session: Session, args: Arguments) -> int:
     headings = headings_of(NOUNS['workflows'].columns)
     if 'user' in query:     # it would say the same in every row
         headings = tuple(heading for heading in headings if heading.key != 'user')
-    session.show_list(headings, items, 'workflows')
     if not items and query.pop('user', None):
         tell_of_others(session, **query)
-    return 0
+    return Listing(headings, items, 'workflows')
 
 
-def cmd_workflows_update(session: Session, args: Arguments) -> int:
+def cmd_workflows_update(session: Session, args: Arguments) -> Answer:
     """Change name, description, owner, project, metadata or workflow file."""
     return cmd_update(session, dict(given(args, 'workflow_id'), id=choose_workflow(session, args)))
 
 
-def cmd_update_action(session: Session, args: Arguments) -> int:
+def cmd_update_action(session: Session, args: Arguments) -> Answer:
     """Change keys of an action's configuration; what is not given stays. Options win over --json."""
     if not isinstance(args['json'], (dict, type(None))):
         raise BadInput('--json requires an object, such as \'{"num_allocations": 2}\'')
@@ -26904,7 +26895,7 @@ def deletable_workflow(session: Session, is_forced: bool, workflow_id: int) -> D
     workflow = session.workflow(workflow_id)
     if workflow['user'] != user_name():     # the server would allow it to an administrator, or to a group
         user = workflow['user']
-        raise Denied(printable(f'workflow {workflow_id} belongs to {user}, you are {user_name()}: it stays'))
+        raise Denied(f'workflow {workflow_id} belongs to {user}, you are {user_name()}: it stays')
     stop = command_line(session, 'cancel', workflow_id)
     refuse_at_work(session.client, workflow_id, is_forced, f'stop it first ({stop}) and wait for its end')
     return workflow
@@ -27038,7 +27029,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> Any:
 
 # -------- results --------
 
-def cmd_results_list(session: Session, args: Arguments) -> int:
+def cmd_results_list(session: Session, args: Arguments) -> Any:
     """Results of the newest attempts; --failed drops those with return code 0 before the limit counts."""
     workflow_id = choose_workflow(session, args)
     query = given(args, 'workflow_id', 'failed', 'include_logs', 'output_dir', 'limit', 'offset')
@@ -27050,11 +27041,10 @@ def cmd_results_list(session: Session, args: Arguments) -> int:
     else:
         items = session.items('list_results', limit, offset, workflow_id=workflow_id, **query)
     items = [with_nulls(item, MEASURED) for item in items]
-    if args['include_logs']:
-        session.show_json(results_with_logs(session, workflow_id, items, args))
-    else:
-        session.show_list(headings_of(NOUNS['results'].columns), items, 'results')
-    return 0
+    if not args['include_logs']:
+        return Listing(headings_of(NOUNS['results'].columns), items, 'results')
+    session.show_json(results_with_logs(session, workflow_id, items, args))
+    return None
 
 
 FoundFiles = List[Optional[str]]    # stdout and stderr of an attempt; None: no such file
@@ -27358,12 +27348,12 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
     is_format = follows and word in ANSWER_FORMATS
     hint = f'; here -f follows the output: write `torc.py -f {word} logs`' if is_format else ''
     near = did_you_mean(word, names)
-    raise NotFound(printable(f'job {word!r} not found in workflow {workflow_id}{near}{hint}'))
+    raise NotFound(f'job {word!r} not found in workflow {workflow_id}{near}{hint}')
 
 
 # -------- bundles, and errors in logs --------
 
-def cmd_logs_bundle(session: Session, args: Arguments) -> int:
+def cmd_logs_bundle(session: Session, args: Arguments) -> Answer:
     """Pack what a workflow's runners and jobs have written into one file, for those who are to help."""
     workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
     directory = output_directory(session, workflow, args)
@@ -27385,11 +27375,10 @@ def cmd_logs_bundle(session: Session, args: Arguments) -> int:
             member.size, member.mtime = len(data), int(time.time())
             bundle.addfile(member, io.BytesIO(data))
     lines = [f'  File: {path}', f'  Files collected: {len(sizes)}', f'  Total size: {sum(sizes)} bytes']
-    session.answer(dict(found, file=path), format_lines(['Log bundle created successfully:', *lines]))
-    return 0
+    return Answer(dict(found, file=path), ['Log bundle created successfully:', *lines])
 
 
-def cmd_logs_analyze(session: Session, args: Arguments) -> int:
+def cmd_logs_analyze(session: Session, args: Arguments) -> Answer:
     """Look for errors in the logs of a workflow: in a bundle, or in an output directory."""
     path, wanted = args['path'], args['workflow_id']
     if os.path.isdir(path):
@@ -27402,8 +27391,7 @@ def cmd_logs_analyze(session: Session, args: Arguments) -> int:
         titles = (('Workflow ID', 'workflow_id'), ('Workflow Name', 'workflow_name'),
                   ('Collected At', 'collected_at'))
         lines = ['Bundle Information:', *(f'  {title}: {head.get(key)}' for title, key in titles), '']
-    session.answer(dict(head, **describe_findings(files)), format_lines(lines) + format_findings(files))
-    return 0
+    return Answer(dict(head, **describe_findings(files)), format_lines(lines) + format_findings(files))
 
 
 FoundErrors = List[Tuple[str, FileFindings]]    # by name of the file
@@ -27414,8 +27402,8 @@ def logged_workflows(path: str) -> List[int]:
     try:
         names = os.listdir(path)
     except OSError as error:
-        raise BadInput(printable(f'cannot read {path}: {error.strerror}; give the output directory of a '
-                                 'run')) from None
+        raise BadInput(f'cannot read {path}: {error.strerror}; give the output directory of a '
+                       'run') from None
     with contextlib.suppress(OSError):
         names += os.listdir(os.path.join(path, 'job_stdio'))
     return sorted(set(map(workflow_in_name, filter(is_log_name, names))) - {None})
@@ -27427,11 +27415,11 @@ def choose_logged_workflow(path: str, wanted: Optional[int] = None) -> int:
     if wanted in found:
         return wanted
     if not found:
-        raise BadInput(printable(f'{path} holds no logs of workflows; {WHERE_OUTPUT_IS}'))
+        raise BadInput(f'{path} holds no logs of workflows; {WHERE_OUTPUT_IS}')
     if wanted is None and len(found) == 1:
         return found[0]
     what = f'no logs of workflow {wanted}, but of' if wanted else 'logs of the workflows'
-    raise BadInput(printable(f'{path} holds {what} {first_of(found)}: choose one with --workflow-id'))
+    raise BadInput(f'{path} holds {what} {first_of(found)}: choose one with --workflow-id')
 
 
 def search_logs(session: Session, path: str, workflow_id: int,
@@ -27456,9 +27444,9 @@ def search_bundle(path: str, wanted: Optional[int]) -> Tuple[Dict[str, Any], Fou
                 elif is_log_name(name) and wanted in (None, workflow_in_name(name)):
                     files.append((member.name, find_errors(content)))
     except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
-        raise BadInput(printable(f'{path} cannot be read as a bundle of `logs bundle`: {error}')) from None
+        raise BadInput(f'{path} cannot be read as a bundle of `logs bundle`: {error}') from None
     except OSError as error:
-        raise BadInput(printable(f'cannot read {path}: {error.strerror or error}')) from None
+        raise BadInput(f'cannot read {path}: {error.strerror or error}') from None
     return metadata, files
 
 
@@ -27485,7 +27473,7 @@ def list_uses(session: Session, workflow_id: int, statuses: Sequence[str],
             and job.get('resource_requirements_id') in needs]
 
 
-def cmd_check_resources(session: Session, args: Arguments) -> int:
+def cmd_check_resources(session: Session, args: Arguments) -> Answer:
     """Compare what jobs used with what they asked for."""
     workflow_id = choose_workflow(session, args)
     statuses = ('completed', 'failed', 'terminated') if args['include_failed'] else ('completed',)
@@ -27505,8 +27493,7 @@ def cmd_check_resources(session: Session, args: Arguments) -> int:
     if args['include_failed']:
         failures = [explain_failure(use) for use in uses if use.result['status'] != 'completed']
         answer.update(resource_violations_count=len(failures), resource_violations=failures)
-    session.answer(answer, format_comparisons(session, answer, over, within if args['all'] else []))
-    return 0
+    return Answer(answer, format_comparisons(session, answer, over, within if args['all'] else []))
 
 
 def format_comparisons(session: Session, answer: Dict[str, Any], over: Sequence[Comparison],
@@ -27548,7 +27535,7 @@ def mark_stale(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> Li
     return [use._replace(is_stale=use.result['id'] <= newest.get(use.needs['id'], 0)) for use in uses]
 
 
-def cmd_correct_resources(session: Session, args: Arguments) -> int:
+def cmd_correct_resources(session: Session, args: Arguments) -> Answer:
     """Change requirements to what their jobs used, times a multiplier."""
     workflow_id = choose_workflow(session, args)
     uses = list_uses(session, workflow_id, ('completed', 'failed'))
@@ -27569,8 +27556,7 @@ def cmd_correct_resources(session: Session, args: Arguments) -> int:
             session.call('update_resource_requirements', new_values(corrections),
                          row_id=corrections[0].uses[0].needs['id'])
     answer = describe_corrections(workflow_id, plan, args)
-    session.answer(answer, format_corrections(session, answer, plan, counted))
-    return 0
+    return Answer(answer, format_corrections(session, answer, plan, counted))
 
 
 def describe_corrections(workflow_id: int, plan: Sequence[Tuple[str, List[Correction]]],
@@ -27632,15 +27618,14 @@ def limits_of_jobs(session: Session, workflow_id: int) -> Limits:
             for job in session.items('list_jobs', workflow_id=workflow_id)}
 
 
-def cmd_plot_resources(session: Session, args: Arguments) -> int:
+def cmd_plot_resources(session: Session, args: Arguments) -> Answer:
     """Draw what a monitor has sampled."""
     limits = None if args['workflow_id'] is None else limits_of_jobs(session, args['workflow_id'])
     with writing(f"plots to {args['output_dir']}", '--output-dir'):
         paths = write_plots(args['databases'], args['output_dir'], args['prefix'], args['format'],
                             args['job_ids'] or (), limits)
     text = format_lines(paths) if paths else 'There are no samples to draw\n'
-    session.answer({'files': paths}, text)
-    return 0
+    return Answer({'files': paths}, text)
 
 
 def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> None:
@@ -27709,7 +27694,7 @@ EMPTY_SUMMARY = dict(       # of a file that cannot be read: the keys are there 
     job_names=[], scheduler_names=[])
 
 
-def cmd_create_workflow(session: Session, args: Arguments) -> int:
+def cmd_create_workflow(session: Session, args: Arguments) -> Any:
     """Create a workflow from a file; it runs when a runner is started for it."""
     if args['dry_run'] and not args['resume']:
         return check_spec(session, args)
@@ -27721,12 +27706,11 @@ def cmd_create_workflow(session: Session, args: Arguments) -> int:
     warn_of_missing(session, plan)
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     message = f'Workflow created successfully with ID: {workflow_id}'
-    session.answer({'message': message, 'status': 'success', 'workflow_id': workflow_id},
-                   f'Created workflow {workflow_id}\n')
-    return 0
+    return Answer({'message': message, 'status': 'success', 'workflow_id': workflow_id},
+                  [f'Created workflow {workflow_id}'])
 
 
-def check_spec(session: Session, args: Arguments) -> int:
+def check_spec(session: Session, args: Arguments) -> Answer:
     """Everything that is wrong with a workflow file, at once; nothing is created."""
     try:
         plan = read_spec(session, args['spec'], args)
@@ -27736,9 +27720,8 @@ def check_spec(session: Session, args: Arguments) -> int:
             session.show_json({'valid': False, 'errors': errors, 'warnings': [], 'summary': EMPTY_SUMMARY})
         raise
     warnings = [*map(str, plan.warnings), *warn_of_missing(session, plan)]
-    session.answer({'valid': True, 'errors': [], 'warnings': warnings, 'summary': plan.summary},
-                   format_summary(plan.summary))
-    return 0
+    return Answer({'valid': True, 'errors': [], 'warnings': warnings, 'summary': plan.summary},
+                  format_summary(plan.summary))
 
 
 def check_plan_files(session: Session, body: Dict[str, Any], earlier: Optional[Dict[str, Any]]) -> FileCheck:
@@ -27847,14 +27830,13 @@ def spec_directory(path: str) -> str:
 
 # -------- execution plan --------
 
-def cmd_execution_plan(session: Session, args: Arguments) -> int:
+def cmd_execution_plan(session: Session, args: Arguments) -> Answer:
     """In which order jobs become ready: events, each with what it starts."""
     if is_id(args['target']):
         plan = stored_plan(session, int(args['target']))
     else:
         plan = file_plan(read_spec(session, args['target'], args).body)
-    session.answer(dict(plan, status='success'), format_execution_plan(plan))
-    return 0
+    return Answer(dict(plan, status='success'), format_execution_plan(plan))
 
 
 def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
@@ -27957,13 +27939,12 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
 
 
 def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], is_dry_run: bool,
-               deletes: Optional[bool] = False) -> int:
+               deletes: Optional[bool] = False) -> Any:
     """Let the workflow that was made from a file follow it, and say what that changes; or only say it."""
     body = plan.body
     if earlier is None:
         value = {'workflow_id': None, 'job_count': len(body['jobs'])}
-        session.answer(value, f"A new one would have {counted(len(body['jobs']), 'job')}\n")
-        return 0
+        return Answer(value, [f"A new one would have {counted(len(body['jobs']), 'job')}"])
     base = base_directory(body['workflow'])
     times = read_file_times(base, {file['name']: file['path'] for file in body['files']})
     body = dict(body, file_times=times)
@@ -27972,10 +27953,9 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
     text += delete_outputs(body, answer, deletes, is_dry_run)
     if is_dry_run or session.command.name == 'create':
         hint = f"Run them with: {start_line(session, earlier['id'])}\n"
-        session.answer(answer, text + (hint if answer['to_run'] and not is_dry_run else ''))
-    else:
-        session.announce(dict(answer, message=f"Resuming workflow {earlier['id']}"), text)
-    return 0
+        return Answer(answer, text + (hint if answer['to_run'] and not is_dry_run else ''))
+    session.announce(dict(answer, message=f"Resuming workflow {earlier['id']}"), text)
+    return None
 
 
 def format_applied(answer: Dict[str, Any], name: str, is_dry_run: bool) -> str:
@@ -28102,8 +28082,8 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
                          f"{gone}, which no longer exists; it now belongs to {database['path']}")
     except (OSError, ValueError) as error:
         reason = getattr(error, 'strerror', None) or error
-        raise BadInput(printable(f'cannot write to the output directory {options.output_dir}: {reason}; '
-                                 'name another one with --output-dir')) from None
+        raise BadInput(f'cannot write to the output directory {options.output_dir}: {reason}; '
+                       'name another one with --output-dir') from None
 
 
 def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_forced: bool,
@@ -28479,15 +28459,15 @@ def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
     for word in words:
         name, equals, value = word.partition('=')
         if not name or not equals:
-            raise BadInput(printable(f'--param {word}: write NAME=VALUE, such as i=1:10, x=[a,b] '
-                                     'or file=@names.txt'))
+            raise BadInput(f'--param {word}: write NAME=VALUE, such as i=1:10, x=[a,b] '
+                           'or file=@names.txt')
         if name in parameters:
-            raise BadInput(printable(f'--param {name} stands twice'))
+            raise BadInput(f'--param {name} stands twice')
         try:
             check_parameter_name(name)
             values = expand_values(value if value.startswith('@') else utf8_text(value))    # @: a file's name
         except ValueError as error:
-            raise BadInput(printable(f"parameter '{shorten(name)}': {error}")) from None
+            raise BadInput(f"parameter '{shorten(name)}': {error}") from None
         parameters[utf8_text(name)] = values
     return parameters
 
@@ -28544,8 +28524,8 @@ def plain_settings(output_dir: str) -> Dict[str, Any]:
 def refuse_without_sbatch() -> None:
     """Refuse, before anything is created or claimed, where nothing can be submitted."""
     if not has_slurm_program('sbatch'):
-        raise Refused(printable(f"there is no {slurm_program('sbatch')} here: submit from a login node of "
-                                'the cluster'))
+        raise Refused(f"there is no {slurm_program('sbatch')} here: submit from a login node of "
+                      'the cluster')
 
 
 def is_schedule(action: Dict[str, Any]) -> bool:
@@ -28614,8 +28594,8 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[st
     warn_of_loopback(session)
     directory = workflow.get('submission_directory')
     if directory and os.path.isdir(directory) and not os.path.samefile(directory, settings['directory']):
-        session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
-                                 'its jobs now count from here'))
+        session.report(f'warning: workflow {number} was created in {directory}; relative paths of '
+                       'its jobs now count from here')
 
 
 def warn_of_loopback(session: Session) -> None:
@@ -28766,12 +28746,12 @@ def warn_of_scheduler(session: Session, item: Submission) -> None:
     name = scheduler.get('name') or scheduler['id']
     is_wide = (scheduler.get('nodes') or 1) > 1 and not item.settings.get('start_one_worker_per_node')
     if is_wide and config.get('mode') == 'direct' and config.get('limit_resources') is not False:
-        session.report(printable('warning: in mode direct a runner uses one of the nodes that scheduler '
-                                 f'{name} asks for: let it ask for 1, or give start_one_worker_per_node'))
+        session.report('warning: in mode direct a runner uses one of the nodes that scheduler '
+                       f'{name} asks for: let it ask for 1, or give start_one_worker_per_node')
     if scheduler.get('serialize_allocations') \
             and {'dependency', 'd'} & names_of_options(split_extra(scheduler)):
-        session.report(printable(f'warning: scheduler {name}: the dependency in its extra replaces the one '
-                                 'of its chain (singleton): its allocations may run side by side'))
+        session.report(f'warning: scheduler {name}: the dependency in its extra replaces the one '
+                       'of its chain (singleton): its allocations may run side by side')
 
 
 def report_troubles(session: Session, workflow: Dict[str, Any], done: Submitter) -> None:
@@ -28833,13 +28813,13 @@ def choose_scheduler(session: Session, workflow: Dict[str, Any], word: Optional[
     named = ', '.join(f"{row['id']} ({row.get('name')})" for row in rows)
     if word is None and len(rows) > 1:
         if not session.is_interactive:
-            raise BadInput(printable(f'--scheduler-config-id is required: one of {named}'))
+            raise BadInput(f'--scheduler-config-id is required: one of {named}')
         word = session.ask(f'Scheduler, one of {named}: ')
     found = [row for row in rows if word in (None, str(row['id']))] or \
         [row for row in rows if word == row.get('name')]
     if not found:
-        raise NotFound(printable(f"Slurm scheduler {word} not found in workflow {workflow['id']}; "
-                                 f'it has {named}'))
+        raise NotFound(f"Slurm scheduler {word} not found in workflow {workflow['id']}; "
+                       f'it has {named}')
     return found[0]
 
 
@@ -29213,7 +29193,7 @@ def cmd_hpc_match(session: Session, args: Arguments) -> Optional[Answer]:
     return None
 
 
-def cmd_hpc_generate(session: Session, args: Arguments) -> int:
+def cmd_hpc_generate(session: Session, args: Arguments) -> Optional[Answer]:
     """This cluster, asked for with sinfo, as an entry of a configuration file."""
     profile = ask_for_profile()
     partitions = [partition for partition in profile.partitions
@@ -29231,15 +29211,14 @@ def cmd_hpc_generate(session: Session, args: Arguments) -> int:
     format = FORMATS.get(os.path.splitext(path or '.toml')[1].lower(), 'toml')
     value = {'client': {'hpc': {'custom_profiles': {name: entry}}}}
     text = format_toml_profile(name, entry) if format == 'toml' else format_spec(value, format)
-    if path:
-        write_result(path, text)
-        session.inform(f'Wrote profile {name} with {len(partitions)} partitions to {path}')
-    else:
-        session.answer(value, text)
     if format == 'toml' and tomllib is None:
         session.report('warning: this Python cannot read TOML itself (3.11 can): for it, write '
                        '-o ~/.config/torc/config.yaml')
-    return 0
+    if not path:
+        return Answer(value, text)
+    write_result(path, text)
+    session.inform(f'Wrote profile {name} with {len(partitions)} partitions to {path}')
+    return None
 
 
 def format_toml_profile(name: str, entry: Dict[str, Any]) -> str:
@@ -29486,8 +29465,8 @@ def cmd_reconcile(session: Session, args: Arguments) -> Answer:
     """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
     workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
     if is_missing(base_dir):
-        raise BadInput(printable(f'directory {base_dir} not found: name the output directory of the '
-                                 'runners, or one above it, with --base-dir'))
+        raise BadInput(f'directory {base_dir} not found: name the output directory of the '
+                       'runners, or one above it, with --base-dir')
     session.workflow(workflow_id)   # refused before thousands of files are read
     return describe_replay(session, args, replay_journals(session, workflow_id, run_id, [base_dir]))
 
@@ -29574,7 +29553,7 @@ def take_in_first(session: Session, workflow: Dict[str, Any], output_dir: str,
     try:
         brought = take_in_journals(session, workflow, output_dir, is_dry_run)
     except OSError as error:
-        raise Refused(printable_line(f'nothing was changed: a journal cannot be read: {error}')) from None
+        raise Refused(f'nothing was changed: a journal cannot be read: {error}') from None
     session.report(*filter(None, [brought]))
 
 
@@ -30102,8 +30081,8 @@ def decide_undecided(session: Session, workflow: Dict[str, Any], args: Arguments
     if jobs:
         names = first_of([f"{job['id']} ({job['name']})" for job in jobs], CANDIDATES_SHOWN)
         decide = command_line(session, 'jobs', 'classify', jobs[0]['id'], 'retry', '--reason', 'TEXT')
-        session.report(printable_line(f"{counted(len(jobs), 'failed job')} {'wait' if jobs[1:] else 'waits'} "
-                                      f'for a decision: {names}'), f'retry or fail each: {decide}')
+        session.report(f"{counted(len(jobs), 'failed job')} {'wait' if jobs[1:] else 'waits'} "
+                       f'for a decision: {names}', f'retry or fail each: {decide}')
 
 
 def describe_workers(session: Session, status: Dict[str, Any], expected: Dict[str, Any],
@@ -30275,9 +30254,8 @@ def preview(session: Session, found: Evidence, plan: RecoveryPlan, args: Argumen
         raise Refused(found.refusal)
     workflow = found.workflow
     if not has_directory(workflow):
-        session.report(printable_line(
-            f"warning: {workflow['submission_directory']}, the directory of the workflow, is not here: "
-            'whether its files have changed is not known'))
+        session.report(f"warning: {workflow['submission_directory']}, the directory of the workflow, is not "
+                       'here: whether its files have changed is not known')
     answer = session.call('recover_jobs', recovery_request(session, found, plan, args),
                           workflow_id=workflow['id'], dry_run=True)
     changed, to_run = {row['job_id'] for row in answer['changed']}, set(answer['to_run'])
@@ -30342,8 +30320,8 @@ def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: 
     number, workflow, planned = found.workflow['id'], found.workflow, plan.allocations
     code = run_program(session, plan.hook, workflow, '--recovery-hook') if plan.hook else 0
     if code:
-        raise Refused(printable_line(f"the recovery hook '{plan.hook[0]}' ended with return code {code}: "
-                                     'nothing was changed'))
+        raise Refused(f"the recovery hook '{plan.hook[0]}' ended with return code {code}: "
+                      'nothing was changed')
     if plan.answer is not None:
         answer = session.call('recover_jobs', recovery_request(session, found, plan, args),
                               workflow_id=number)
@@ -30491,7 +30469,7 @@ def split_command(text: str, option: str) -> List[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise BadInput(printable(f'{option} {text!r}: {error}')) from None
+        raise BadInput(f'{option} {text!r}: {error}') from None
     if not words:
         raise BadInput(f'{option} is empty')
     if os.sep not in words[0] and os.path.isfile(words[0]):
@@ -30545,7 +30523,7 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
             code = process.wait(limit_s)
     except (OSError, ValueError) as error:
         cause = getattr(error, 'strerror', None) or error
-        raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
+        raise BadInput(f'{option}: {words[0]} cannot be started: {cause}') from None
     except subprocess.TimeoutExpired:
         raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
     finally:
@@ -30577,7 +30555,7 @@ def run_agent(session: Session, workflow: Dict[str, Any], args: Arguments,
     code = run_program(session, [*words, format_prompt(session, workflow, args, jobs)], workflow,
                        '--ai-agent', AGENT_LIMIT_S)
     if code:
-        session.report(printable_line(f'warning: {words[0]} ended with return code {code}'))
+        session.report(f'warning: {words[0]} ended with return code {code}')
 
 
 def format_prompt(session: Session, workflow: Dict[str, Any], args: Arguments,
@@ -30601,7 +30579,7 @@ def format_prompt(session: Session, workflow: Dict[str, Any], args: Arguments,
 
 # -------- the command --------
 
-def cmd_recover(session: Session, args: Arguments) -> int:
+def cmd_recover(session: Session, args: Arguments) -> Any:
     """Let failed jobs run again with what they lacked."""
     refuse_bad_programs(args)
     workflow_id, is_dry_run = choose_workflow(session, args), bool(args['dry_run'])
@@ -30628,8 +30606,8 @@ def cmd_recover(session: Session, args: Arguments) -> int:
         end += f"submitted {counted(submitted['allocations_submitted'], 'allocation')} for {jobs}"
     # Who was asked has seen what failed, and what was to be done.
     text = '' if is_asking else format_plan(found, done, style_of(session.out, os.environ))
-    session.answer(answer, text + format_lines([end]))
-    return 1 if submitted is not None and lacks_allocations(submitted) else 0
+    return Answer(answer, text + format_lines([end]),
+                  code=1 if submitted is not None and lacks_allocations(submitted) else 0)
 
 
 # ======== 20h. Watch: a workflow under supervision until it is complete ========
@@ -30962,9 +30940,9 @@ def read_workers(session: Session, path: str) -> List[str]:
         try:
             found.update({parse_worker(text): None} if text else {})
         except ValueError as error:
-            raise BadInput(printable(f'{path}, line {number}: {error}')) from None
+            raise BadInput(f'{path}, line {number}: {error}') from None
     if not found:
-        raise BadInput(printable(f'{path} names no host'))
+        raise BadInput(f'{path} names no host')
     return list(found)
 
 
@@ -31031,14 +31009,13 @@ class RemoteHosts:
             self.session.call('sync_allocations', {'allocations': [], 'dead_nodes': rows},
                               workflow_id=self.workflow_id)
 
-    def show(self, describe: Callable[[HostAnswer], str]) -> int:
+    def show(self, describe: Callable[[HostAnswer], str]) -> Answer:
         """What each has answered; those that failed on stderr. The exit code."""
         good = self.good()
         items = [dict(good.get(worker) or {'error': answer.message}, worker=worker)
                  for worker, answer in zip(self.workers, self.answers)]
         lines = format_rows([(worker, describe(answer)) for worker, answer in good.items()], '', columns=1000)
-        self.session.answer({'workflow_id': self.workflow_id, 'items': items}, lines)
-        return self.report_failures()
+        return Answer({'workflow_id': self.workflow_id, 'items': items}, lines, code=self.report_failures())
 
     def report_failures(self) -> int:
         """Name those that failed. The exit code."""
@@ -31057,7 +31034,7 @@ def hosts_of(session: Session, args: Arguments) -> RemoteHosts:
     return RemoteHosts(session, args, workflow_id, stored_workers(session, workflow_id))
 
 
-def cmd_remote_run(session: Session, args: Arguments) -> int:
+def cmd_remote_run(session: Session, args: Arguments) -> Answer:
     """Start a worker on each host."""
     numbers = [word for word in args['words'] if is_id(word)]
     files = [word for word in args['words'] if not is_id(word)] + [args['workers']] * bool(args['workers'])
@@ -31092,7 +31069,7 @@ def cmd_remote_run(session: Session, args: Arguments) -> int:
     hosts.answers = [Refused(found[worker]['error']) if 'error' in found.get(worker, ()) else
                      found.get(worker, answer) for worker, answer in zip(workers, hosts.answers)]
     hosts.end_nodes(answer['former'] for answer in hosts.good().values() if answer.get('former'))
-    code = hosts.show(lambda answer: describe_worker(answer) if answer['state'] != 'running' else (
+    shown = hosts.show(lambda answer: describe_worker(answer) if answer['state'] != 'running' else (
         f"{'already at work' if answer.get('is_old') else 'started'} "
         f"(PID {answer['pid']}, log {answer['log']})"))
     if not without.keys().isdisjoint(hosts.good()):
@@ -31101,7 +31078,7 @@ def cmd_remote_run(session: Session, args: Arguments) -> int:
                        'connections.', *[] if lasts else [
                            'The database is served until they have ended; for longer runs: torc.py serve'])
     session.inform(f"See: {command_line(session, 'remote', 'status', workflow['id'])}")
-    return code
+    return shown
 
 
 def describe_worker(answer: HostAnswer) -> str:
@@ -31116,7 +31093,7 @@ def describe_worker(answer: HostAnswer) -> str:
     return f"running (PID {answer['pid']}, since {answer['started_at']}), {jobs} at work{tunnel}"
 
 
-def cmd_remote_status(session: Session, args: Arguments) -> int:
+def cmd_remote_status(session: Session, args: Arguments) -> Answer:
     """How the workers are, and which jobs are where nobody answers."""
     hosts = hosts_of(session, args)
     hosts.ask('status')
@@ -31126,7 +31103,7 @@ def cmd_remote_status(session: Session, args: Arguments) -> int:
     seen = {answer['hostname'] for answer in hosts.good().values() if answer['state'] == 'running'}
     for answer in hosts.good().values():
         answer['num_jobs'] = len(jobs[answer['hostname']])
-    code = hosts.show(describe_worker)
+    shown = hosts.show(describe_worker)
     seen.add(socket.gethostname())      # a runner without ssh
     lost = {host: names for host, names in jobs.items() if names and host not in seen}
     for host, names in lost.items():
@@ -31135,20 +31112,20 @@ def cmd_remote_status(session: Session, args: Arguments) -> int:
         recover = command_line(session, 'recover', hosts.workflow_id)
         sync = command_line(session, 'workflows', 'sync-status', hosts.workflow_id)
         session.report(f'If such a host is gone for certain, end its jobs: {sync}; then: {recover}')
-    return code
+    return shown
 
 
-def cmd_remote_stop(session: Session, args: Arguments) -> int:
+def cmd_remote_stop(session: Session, args: Arguments) -> Answer:
     """End the workers."""
     hosts = hosts_of(session, args)
     hosts.ask('stop', force=bool(args['force']))
-    code = hosts.show(lambda answer: describe_worker(answer) if not answer['is_told'] else 'killed'
+    shown = hosts.show(lambda answer: describe_worker(answer) if not answer['is_told'] else 'killed'
                       if args['force'] else f"stopping (PID {answer['pid']})")
     hosts.end_nodes(answer for answer in hosts.good().values() if answer['state'] == 'ended')
-    return code
+    return shown
 
 
-def cmd_remote_collect_logs(session: Session, args: Arguments) -> int:
+def cmd_remote_collect_logs(session: Session, args: Arguments) -> Answer:
     """Fetch what workers and their jobs have written."""
     hosts = hosts_of(session, args)
     order = hosts.order('collect', output_dir=args['remote_output_dir'])
@@ -31167,7 +31144,7 @@ def cmd_remote_collect_logs(session: Session, args: Arguments) -> int:
                       + (f", {answer['deleted']} deleted there" if args['delete'] else ''))
 
 
-def cmd_remote_delete_logs(session: Session, args: Arguments) -> int:
+def cmd_remote_delete_logs(session: Session, args: Arguments) -> Any:
     """Remove what workers and their jobs have written."""
     hosts = hosts_of(session, args)
     where = counted(len(hosts.workers), 'host')
@@ -31179,7 +31156,7 @@ def cmd_remote_delete_logs(session: Session, args: Arguments) -> int:
         + (f"; {answer['kept']} journals stay: `collect-logs --delete`" if answer['kept'] else '')))
 
 
-def cmd_remote_add_workers(session: Session, args: Arguments) -> int:
+def cmd_remote_add_workers(session: Session, args: Arguments) -> Answer:
     """Store hosts that ssh reaches."""
     workers = list(dict.fromkeys(args['hosts'])) if 'hosts' in args else read_workers(session, args['file'])
     hosts = RemoteHosts(session, args, session.workflow(choose_workflow(session, args))['id'], workers)
@@ -31187,23 +31164,21 @@ def cmd_remote_add_workers(session: Session, args: Arguments) -> int:
     good = list(hosts.good())
     session.call('create_remote_workers', good, workflow_id=hosts.workflow_id)
     title = f'Added {len(good)} worker(s) to workflow {hosts.workflow_id}'
-    show_workers(session, hosts.workflow_id, title, good)
-    return hosts.report_failures()
+    return answer_workers(hosts.workflow_id, title, good)._replace(code=hosts.report_failures())
 
 
-def show_workers(session: Session, workflow_id: int, title: str, workers: Sequence[str]) -> None:
+def answer_workers(workflow_id: int, title: str, workers: Sequence[str]) -> Answer:
     """Hosts, one a line."""
-    lines = [title, *(f'  {worker}' for worker in workers)]
-    session.answer({'workflow_id': workflow_id, 'workers': workers}, format_lines(lines))
+    return Answer({'workflow_id': workflow_id, 'workers': workers},
+                  [title, *(f'  {worker}' for worker in workers)])
 
 
-def cmd_remote_list_workers(session: Session, args: Arguments) -> int:
+def cmd_remote_list_workers(session: Session, args: Arguments) -> Answer:
     """The stored hosts."""
     workflow_id = choose_workflow(session, args)
     found = [row['worker'] for row in session.call('list_remote_workers', workflow_id=workflow_id)]
     title = f'Remote workers for workflow {workflow_id} ({len(found)} total):'
-    show_workers(session, workflow_id, title, found)
-    return 0
+    return answer_workers(workflow_id, title, found)
 
 
 # ======== 20j. Service: commands of those who run a server, and `install` ========
@@ -32818,7 +32793,7 @@ def format_command_help(words: str) -> str:
         rows = ((format_usage(command), command.help) for command in group)
         return f'Commands of {words}:\n\n{format_rows(rows)}'
     near = did_you_mean(words, [*TOPICS, *COMMANDS_BY_NAME, *GROUPS])
-    raise BadInput(printable(f'there is no help on {words!r}{near} (see: {program} help)'))
+    raise BadInput(f'there is no help on {words!r}{near} (see: {program} help)')
 
 
 def verbs_of(group: str) -> List[str]:
@@ -32967,7 +32942,7 @@ def read_options(arguments: Sequence[Argument], words: Sequence[str],
     for word in others:
         if word.startswith('-') and word != '-' and not re.match(r'-[0-9]+\Z', word):   # stdin, and -9
             name = word.partition('=')[0] if word.startswith('--') else word[:2]
-            known = ' '.join(option.names for option in options.values()).split()
+            known = re.findall('--[^ ]+', ' '.join(option.names for option in options.values()))
             raise BadInput(f'unknown option {name}{did_you_mean(name, known)}')
     others += vars(found).pop('words', [])
     return {key: read_value(options[key], value) for key, value in vars(found).items()}, others
@@ -33039,23 +33014,17 @@ def run_command(parsed: Parsed, session: Session) -> int:
         raise BadInput(f'`{parsed.command.name}` has no {session.format.upper()} form: '
                        'give -f table or -f json')
     session.command = parsed.command
-    doubts = list(ineffective_arguments(parsed.command, parsed.args))
     try:
-        doubts[:0] = read_config().notes
+        doubts = list(read_config().notes)
     except BadInput as error:   # commands that work as it says refuse it; others, such as `cancel`, go on
-        doubts.insert(0, error.message)
+        doubts = [error.message]
+    for argument in parsed.command.arguments:
+        text = parsed.args[key_of(argument)] if argument.parse is normalize_memory else ''
+        if text and doubt_memory(text):
+            doubts.append(f'{argument.names.split()[-1]}: {doubt_memory(text)}')
     for doubt in doubts:
         session.report(f'warning: {doubt}')
     return session.present(parsed.command.run(session, parsed.args))
-
-
-def ineffective_arguments(command: Command, args: Arguments) -> Iterator[str]:
-    """Options that do not do what they seem to."""
-    for argument in command.arguments:
-        if argument.parse is normalize_memory:
-            doubt = doubt_memory(args[key_of(argument)] or '')
-            if doubt:
-                yield f'{argument.names.split()[-1]}: {doubt}'
 
 
 def report_error(session: Session, error: TorcError) -> int:
