@@ -14859,7 +14859,7 @@ class MonitorRunTest(RunnerCase):
             self.assertEqual([node['sample_count'], 1], counts)
         self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
         with contextlib.closing(torc.SeriesFile(path)) as file:
-            self.assertEqual({1: ('j1', burnt['peak_memory_bytes']), 2: ('j2', grown['peak_memory_bytes'])}, file.job_names())
+            self.assertEqual({1: (burnt['peak_memory_bytes'], 'j1'), 2: (grown['peak_memory_bytes'], 'j2')}, file.job_names())
 
     def test_without_a_time_series_or_where_it_cannot_be_written_no_job_is_harmed(self):
         def hang(*_: Any) -> None:
