@@ -19337,6 +19337,7 @@ class RunTest(CommandTest):
 
     def test_exec_tells_what_it_cannot_do(self):
         table = (('exec', 'nothing to run'), ('exec -c a --param i', 'write NAME=VALUE'),
+                 ('exec -c a -- b', 'not both'), ('exec -C nope -- b', 'not both'),
                  ('exec -c a --param i=1 --param i=2', 'stands twice'),
                  ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''),
                  ('exec w.yaml', "'w.yaml' is a workflow file: run it with `torc.py run w.yaml`"),

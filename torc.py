@@ -28411,9 +28411,11 @@ class OutputPrinter:
 def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     """The spec that the options of `exec` stand for: each command is a template of jobs."""
     commands = list(map(utf8_text, args['command'] or []))
+    if args['words'] and (commands or args['commands_file']):
+        raise BadInput('give commands with -c and -C, or one after --: not both')
     if args['commands_file']:
         commands += read_commands(session, args['commands_file'])
-    if not commands and args['words']:
+    if args['words']:
         commands = [utf8_text(' '.join(map(shlex.quote, args['words'])))]
     if not commands:
         raise BadInput("nothing to run: give -c 'COMMAND', -C FILE, or -- COMMAND WORDS")
