@@ -19351,6 +19351,17 @@ class RunTest(CommandTest):
         for line, text in table:
             self.assertExit(2, self.world.main(*line.split()), text)
 
+    def test_a_run_is_reported_although_the_server_has_gone_before_its_plots(self):
+        run_workflow = torc.run_workflow
+
+        def run(client: torc.Client, *args: Any) -> torc.RunOutcome:
+            outcome = run_workflow(client, *args)
+            client.call = unittest.mock.Mock(side_effect=torc.Unreachable('no answer'))
+            return outcome
+        with unittest.mock.patch.object(torc, 'run_workflow', run):
+            done = self.world.main('exec', '-c', 'true', '--monitor', 'time-series', '--generate-plots')
+        self.assertExit(0, done, 'is complete')
+
     def test_an_empty_command_is_named(self):
         wanted = "torc: -c '' is an empty command: give one, such as -c 'echo {i}', or leave the option out\n"
         for command in ('', '  '):

@@ -27633,11 +27633,11 @@ def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> Non
     if not (workflow.get('resource_monitor_config') or {}).get('generate_plots'):
         return
     directory = os.path.join(output_dir, 'resource_utilization')
-    run_id = session.call('get_workflow', workflow_id=workflow['id']).get('run_id', 0)
     paths = sorted(glob.glob(os.path.join(glob.escape(directory), 'resource_metrics_*.db')))
-    paths = [path for path in paths if workflow_in_name(os.path.basename(path)) == workflow['id']
-             and re.search(rf'_r{run_id}(?=[_.])', os.path.basename(path))]
     try:
+        run_id = session.workflow(workflow['id']).get('run_id', 0)
+        paths = [path for path in paths if workflow_in_name(os.path.basename(path)) == workflow['id']
+                 and re.search(rf'_r{run_id}(?=[_.])', os.path.basename(path))]
         files = write_plots(paths, directory, f"wf{workflow['id']}_r{run_id}",
                             limits=limits_of_jobs(session, workflow['id'])) if paths else []
         if files:
