@@ -18570,6 +18570,8 @@ class AdminCommandTest(CommandTest):
         self.assertEqual(1, len(self.json("admin sql 'VALUES (1), (2)' --limit 1")['items']))
         self.assertExit(0, self.world.main('-f', 'csv', 'admin', 'sql', 'SELECT status_name(status) AS s, status_name(99) FROM job'),
                         's,status_name(99)\nuninitialized,\n')
+        for form in ('csv', 'tsv'):     # of no columns
+            self.assertEqual('\n', self.world.main('-f', form, 'admin', 'sql', '--write', '-y', 'DELETE FROM event WHERE 0').out, form)
         self.assertExit(4, self.world.main('admin', 'sql', 'SELECT x'), 'no such column: x')
 
     def test_a_change_is_asked_for_and_on_record(self):

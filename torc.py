@@ -26658,7 +26658,7 @@ def cmd_admin_sql(session: Session, args: Arguments) -> Any:
     if args['write'] and not (args['yes'] or session.options['no_prompts'] or confirm_sql(session, body)):
         return None
     answer = session.call('admin_sql', body)
-    if answer['columns'] or session.format == 'csv':
+    if answer['columns'] or session.format in ('csv', 'tsv'):
         headings = [Heading(name, '', lambda row, name=name: row[name]) for name in answer['columns']]
         return Listing(headings, answer['items'], 'rows', answer)
     return Answer(answer, [f"{counted(answer['rows_affected'], 'row')} changed"])
