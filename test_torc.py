@@ -22427,6 +22427,7 @@ class BorderTest(WorldTest):
 
     def test_a_users_error_is_a_message_and_its_exit(self):
         self.assertEqual((2, '', "torc: there is no command 'sttus', did you mean 'status'? (see: torc.py help)\n"), self.main('sttus'))
+        self.assertEqual(2, self.main('status', '-q=')[0])      # an IndexError of argparse, once
         code, _, err = self.main('status', '7')
         self.assertEqual(4, code)
         self.assertEqual(1, err.count('\n'))

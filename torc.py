@@ -32940,7 +32940,10 @@ def read_options(arguments: Sequence[Argument], words: Sequence[str],
         parser.add_argument(*option.names.split(), dest=key, **form)
     if until_word:
         parser.add_argument('words', nargs=argparse.PARSER).required = False
-    found, others = parser.parse_known_args(words)
+    try:
+        found, others = parser.parse_known_args(words)
+    except IndexError:      # Python before 3.9, of `-q=`
+        raise BadInput('an option that takes no value is followed by =') from None
     for word in others:
         if word.startswith('-') and word != '-' and not re.match(r'-[0-9]+\Z', word):   # stdin, and -9
             name = word.partition('=')[0] if word.startswith('--') else word[:2]
