@@ -26907,7 +26907,7 @@ def cmd_ping(session: Session, args: Arguments) -> Answer:
     if session.client.is_direct:
         path = session.client.database
         raise Unreachable(f'no server is running; commands use the database {path} directly; '
-                          f'`torc.py serve -d {shlex.quote(path)}` starts a server')
+                          f'`{program_name()} serve -d {shlex.quote(path)}` starts a server')
     return Answer({'status': 'Server is running'}, ['Server is running'])
 
 
@@ -27346,7 +27346,7 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
         return named[0]
     names = [job['name'] for job in session.items('list_jobs', limit=1000, workflow_id=workflow_id)]
     is_format = follows and word in ANSWER_FORMATS
-    hint = f'; here -f follows the output: write `torc.py -f {word} logs`' if is_format else ''
+    hint = f'; here -f follows the output: write `{program_name()} -f {word} logs`' if is_format else ''
     near = did_you_mean(word, names)
     raise NotFound(f'job {word!r} not found in workflow {workflow_id}{near}{hint}')
 
@@ -31078,7 +31078,8 @@ def cmd_remote_run(session: Session, args: Arguments) -> Answer:
         lasts = client.named_url or client.is_lasting
         session.inform('Workers reach the server through this host, whose process torc-tunnels holds their '
                        'connections.', *[] if lasts else [
-                           'The database is served until they have ended; for longer runs: torc.py serve'])
+                           'The database is served until they have ended; for longer runs: '
+                           f'{program_name()} serve'])
     session.inform(f"See: {command_line(session, 'remote', 'status', workflow['id'])}")
     return shown
 
@@ -31692,7 +31693,7 @@ INIT_OPTIONS = (
 SSH_WORDS = (
     Argument('--max-parallel-ssh', 'N', 'connections made at the same time', at_least(1), default=10),
     Argument('--python', 'PATH', 'Python on the hosts, from 3.6 on (default: the first that is found)'),
-    Argument('--ssh-option', 'WORD', 'a word for ssh, such as -oProxyJump=gate or -F/path/config', count='*'))
+    Argument('--ssh-option', 'WORD', 'a word for ssh, as --ssh-option=-oProxyJump=gate', count='*'))
 UNUSED_OUTPUT_DIR = OUTPUT_DIR._replace(meaning='accepted, without effect: that of the worker is known')
 REMOTE_OUTPUT = Argument('--remote-output-dir', 'DIR', 'output directory there (default: that of the worker)')
 GLOBAL_ARGUMENTS = (
