@@ -22789,6 +22789,20 @@ class AgainTest(FlowTest):
         self.assertEqual({('one', 1), ('two', 1), ('aside', 1), ('one', 2), ('two', 2)}, {row[:2] for row in self.results()})
         self.assertEqual({name: ('22', 2) for name in ('raw.txt', 'mid.txt', 'end.txt')}, self.recorded())
 
+    def test_whatever_begins_a_run_records_its_inputs(self):
+        self.world.write('raw.txt', '1')
+        self.assertExit(1, self.world.cli('run', self.world.write('w.yaml', self.CHAIN.replace('"true"', '"exit 1"'))))
+        for run_id, line in ((2, 'run 1 --retry-failed'), (3, 'workflows reset-status 1 --failed-only -r --no-prompts'), (4, 'workflows init 1 --no-prompts')):
+            text = '22' if run_id % 2 == 0 else '1'
+            os.utime(self.world.write('raw.txt', text), (2e9 + run_id, 2e9 + run_id))
+            done = self.world.cli(*line.split())
+            if not line.startswith('run'):
+                self.assertExit(0, done)
+                done = self.world.cli('run', 1)
+            self.assertExit(1, done, '1 failed')
+            with self.subTest(line):
+                self.assertEqual({name: (text, run_id) for name in ('raw.txt', 'mid.txt', 'end.txt')}, self.recorded())
+
     def recorded(self) -> Dict[str, Tuple[str, int]]:
         """Path -> contents by size and hash, and the run that the entities end with."""
         known = {(len(text), hashlib.sha256(text.encode()).hexdigest()): text for text in ('1', '22')}
