@@ -21409,7 +21409,6 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.world.write('taken/job_stdio', '')
         for argv, words in ((['--partition', 'none'], "partition 'none' not found"), (['-o', 'a file'], 'a file: Not a directory; name another one'),
                             (['-o', 'taken'], 'taken: job_stdio is not a directory; name another one'),
-                            (['--memory-multiplier', '1000', '--retry-unknown'], None),
                             (['--profile', 'nowhere'], "profile 'nowhere' not found")):
             if words:
                 with self.subTest(words):
@@ -22792,7 +22791,8 @@ class AgainTest(FlowTest):
     def test_whatever_begins_a_run_records_its_inputs(self):
         self.world.write('raw.txt', '1')
         self.assertExit(1, self.world.cli('run', self.world.write('w.yaml', self.CHAIN.replace('"true"', '"exit 1"'))))
-        for run_id, line in ((2, 'run 1 --retry-failed'), (3, 'workflows reset-status 1 --failed-only -r --no-prompts'), (4, 'workflows init 1 --no-prompts')):
+        for run_id, line in enumerate(('run 1 --retry-failed', 'workflows reset-status 1 --failed-only -r --no-prompts',
+                                       'workflows init 1 --no-prompts', 'recover 1 --retry-unknown'), 2):
             text = '22' if run_id % 2 == 0 else '1'
             os.utime(self.world.write('raw.txt', text), (2e9 + run_id, 2e9 + run_id))
             done = self.world.cli(*line.split())
@@ -24620,7 +24620,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33341
+TORC_LINES = 33342
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

@@ -30328,6 +30328,7 @@ def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: 
         answer = session.call('recover_jobs', recovery_request(session, found, plan, args),
                               workflow_id=number)
         workflow = session.workflow(number)
+        record_inputs(session.client, workflow)
         if planned and answer['to_run'] != plan.answer['to_run']:     # files have changed, by the hook, say
             planned = plan_regeneration(session, workflow, planned.options)
         plan = plan._replace(answer=answer)
