@@ -17175,7 +17175,6 @@ class Launcher:
 # * squeue is asked for all allocations at once, sstat and sacct for all steps of one: never once a job.
 # * Each program can be replaced: TORC_FAKE_SRUN names the one to call instead of srun, and so on.
 
-SLURM_PROGRAMS = ('sbatch', 'srun', 'squeue', 'sstat', 'sacct', 'scancel', 'sinfo', 'scontrol')
 # A controller that limits rates makes its clients wait, silently (Slurm 23.02, rl_enable); one that is down
 # is given up by them after 9 to 18 s (22.05).
 SLURM_QUERY_S = 60.0
@@ -17185,7 +17184,7 @@ KEPT_SETTINGS = frozenset(('SLURM_CONF', 'SLURM_CONF_SERVER', 'SLURM_JWT'))     
 
 
 def slurm_program(name: str) -> str:
-    """What to call for one of SLURM_PROGRAMS: TORC_FAKE_NAME if it is set."""
+    """What to call for a program of Slurm: TORC_FAKE_NAME if it is set."""
     return os.environ.get('TORC_FAKE_' + name.upper()) or name
 
 
@@ -17195,7 +17194,7 @@ def has_slurm_program(name: str) -> bool:
 
 
 def slurm_argv(name: str, *words: Any) -> List[str]:
-    """A call of one of SLURM_PROGRAMS."""
+    """A call of a program of Slurm."""
     return [slurm_program(name), *map(str, words)]
 
 
