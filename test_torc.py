@@ -22419,6 +22419,7 @@ class BorderTest(WorldTest):
         for words, text in ((('--help',), 'Commands:'), (('-h',), 'Groups:'), (('help',), 'Manual:'),
                             (('--version',), f'torc {torc.__version__}'),
                             (('jobs', 'list', '--help'), 'Usage: torc.py jobs list [WF] [options]'), (('jobs', '-h'), 'Commands of jobs:'),
+                            (('-h', 'jobs'), 'Commands of jobs:'),
                             (('logs', '-h'), 'ids or names of jobs')):
             code, out, err = self.main(*words)
             self.assertEqual((0, ''), (code, err), words)

@@ -32886,8 +32886,8 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
     options.update(found)
     if not words:
         return Parsed(None, {}, options)
-    if words[0] in GROUPS and words[1:] in (['-h'], ['--help']):
-        return Parsed(COMMANDS_BY_NAME['help'], {'topic': words[:1]}, options)
+    if words[0] in GROUPS and (words[1:] in (['-h'], ['--help']) or options['help'] and not words[1:]):
+        return Parsed(COMMANDS_BY_NAME['help'], {'topic': words[:1]}, dict(options, help=None))
     command, words = find_command(words, options)
     args = {key_of(argument): argument.default for argument in command.arguments}
     takes_rest = '--' in [argument.count for argument in command.arguments]
