@@ -17488,7 +17488,7 @@ class RemoteTest(RemoteCase):
             file.write('more')
         self.assertEqual((first, 5, 'more'), (fetched(), len(first), read_text(f'{here}/job_runner_w1_wf1_r1.log')[-4:]))
         self.assertExit(2, self.remote('delete-logs', 1), 'Delete the logs of workflow 1 on 2 hosts?')
-        self.assertExit(0, self.remote('delete-logs', 1, '--no-prompts'), '; 1 journals stay: `collect-logs --delete`')
+        self.assertExit(0, self.remote('delete-logs', 1, '--no-prompts'), '; 1 journal stays: `collect-logs --delete`')
         self.assertEqual(first, fetched('--delete'))
         self.assertEqual((strange, []), (set(os.listdir(f'{out}/job_stdio')), os.listdir(f'{out}/offline_journal')))
 

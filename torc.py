@@ -27546,16 +27546,16 @@ def cmd_correct_resources(session: Session, args: Arguments) -> Answer:
         uses = [use for use in uses if use.job['id'] in args['job_ids']]
     uses = mark_stale(session, workflow_id, uses)
     attempts = session.items('list_results', workflow_id=workflow_id, all_runs=True)
-    counted = collections.Counter(job.get('resource_requirements_id')
+    sharers = collections.Counter(job.get('resource_requirements_id')
                                   for job in session.items('list_jobs', workflow_id=workflow_id))
     multipliers = {resource: args[f'{resource}_multiplier'] for resource in MEASURES}
-    plan = plan_corrections(uses, attempts, counted, multipliers, not args['no_downsize'])
+    plan = plan_corrections(uses, attempts, sharers, multipliers, not args['no_downsize'])
     if not args['dry_run']:
         for _, corrections in plan:
             session.call('update_resource_requirements', new_values(corrections),
                          row_id=corrections[0].uses[0].needs['id'])
     answer = describe_corrections(workflow_id, plan, args)
-    return Answer(answer, format_corrections(session, answer, plan, counted))
+    return Answer(answer, format_corrections(session, answer, plan, sharers))
 
 
 def describe_corrections(workflow_id: int, plan: Sequence[Tuple[str, List[Correction]]],
@@ -27580,7 +27580,7 @@ def describe_corrections(workflow_id: int, plan: Sequence[Tuple[str, List[Correc
 
 
 def format_corrections(session: Session, answer: Dict[str, Any], plan: Sequence[Tuple[str, List[Correction]]],
-                       counted: Dict[int, int]) -> str:
+                       sharers: Dict[int, int]) -> str:
     """The same for people: one row for each value that changes."""
     if not plan:
         return 'What jobs asked for needs no correction\n'
@@ -27589,7 +27589,7 @@ def format_corrections(session: Session, answer: Dict[str, Any], plan: Sequence[
         for item in corrections:
             needs = item.uses[0].needs
             rows.append((needs['id'], needs['name'], MEASURES[item.resource].title, item.original, item.new,
-                         show_peak(item), counted[needs['id']]))
+                         show_peak(item), sharers[needs['id']]))
     table = format_table(('ID', 'Requirements', 'Resource', 'Old', 'New', 'Peak', 'Jobs'), rows,
                          style_of(session.out, os.environ))
     again = command_line(session, 'run', answer['workflow_id'], '--retry-failed')
@@ -31156,7 +31156,8 @@ def cmd_remote_delete_logs(session: Session, args: Arguments) -> Any:
     hosts.ask('delete', output_dir=args['remote_output_dir'], known=None)
     return hosts.show(lambda answer: (
         f"{counted(answer['deleted'], 'file')} deleted in {answer['directory']}"
-        + (f"; {answer['kept']} journals stay: `collect-logs --delete`" if answer['kept'] else '')))
+        + (f"; {counted(answer['kept'], 'journal', 'stays/stay')}: `collect-logs --delete`"
+           if answer['kept'] else '')))
 
 
 def cmd_remote_add_workers(session: Session, args: Arguments) -> Answer:
