@@ -714,7 +714,7 @@ class HarnessTest(unittest.TestCase):
         os.mkdir(os.path.dirname(bare))
         for name in ('test_torc.py', 'torc.py'):
             os.symlink(os.path.join(HERE, name), os.path.join(os.path.dirname(bare), name))
-        program = [sys.executable, '-B', here, 'HarnessTest.test_this', 'test_deleting_asks',
+        program = [sys.executable, '-B', here, 'HarnessTest.test_this', 'test_times_of_inputs_are_asked_of_the_file_system',
                    'test_the_document_has_torcs_keys']
         odd = {'LC_ALL': 'C', 'COLUMNS': '20', 'PYTHONUNBUFFERED': '1', 'TORC_API_URL': 'http://127.0.0.1:9/'}
         ours, theirs = os.openpty()
@@ -5931,7 +5931,7 @@ class WaitingTest(PlacesTest):
     def see_said(self) -> List[str]:
         """What `status` says of it."""
         status = dict(self.call('get_workflow_status', id=self.workflow_id), explanation=self.call('explain_workflow', id=self.workflow_id))
-        return [self.named('\n'.join(torc.format_explanation(status, torc.PLAIN, 'torc.py')))]
+        return [self.named('\n'.join(torc.format_reasons(status, torc.PLAIN, 'torc.py')))]
 
     def see_time(self) -> List[str]:
         """Of the status: ready jobs that find no time, the longest run time, the most time that is left."""
@@ -6769,7 +6769,7 @@ class RecoverJobsTest(ScenarioTest):
           ENDED; recover e -> refused='job e is completed'
           recover a a=memory:much -> refused=memory
           node n2; recover a -> refused='runners are at work'
-          leave n2; record 7; recover a -> refused='workflow 1 has 1 allocation that may run'
+          leave n2; record 7; recover a -> refused='has 1 allocation that may run'
           over; recover a -> a=ready
           recover a run=1 -> refused='the current one is 2: somebody else has recovered it'
 
@@ -11490,7 +11490,7 @@ class FindServerTest(WorldTest):
         self.play('''
             $ --db my.db run ../w.yaml -o m -> 1: torc.py --db my.db logs 1 a -o m; torc.py --db my.db run 1 --retry-failed -o m
             $ --db my.db logs 1 a -o m -> 0: this
-            $ --db my.db run 1 -o m -> 1: torc.py --db my.db run 1 --retry-failed -o m; before `torc.py --db my.db run 1 -o m`:
+            $ --db my.db run 1 -o m -> 1: torc.py --db my.db run 1 --retry-failed -o m; torc.py --db my.db workflows init 1; torc.py --db my.db run 1 -o m
             $ --db my.db logs 1 -o m -> 0: torc.py --db my.db status 1; !torc.py status 1
             $ --db my.db jobs reset-status 1 --no-prompts -> 0: torc.py --db my.db run 1; !torc.py run 1
             $ --db my.db workflows init 1 --no-prompts -> 0: torc.py --db my.db run 1; !torc.py run 1
@@ -24810,6 +24810,8 @@ class CodeLaws(unittest.TestCase):
             known = {*vars(module), *dir(builtins)}
             tables = symtable.symtable(source.text, source.path, 'exec').get_children()
             self.assertEqual([], [f'{table.get_name()}: {name}' for table in tables for name in sorted(globals_of(table) - known)])
+        named = {node.attr for node in self.tests.walk(ast.Attribute) if isinstance(node.value, ast.Name) and node.value.id == 'torc'}
+        self.assertEqual([], sorted(name for name in named if not hasattr(torc, name)))
 
     def test_the_law_of_names_sees_a_breach(self):
         text = '# ==== 1. A: a ====\ndef first() -> None:\n    second()\n# ==== 2. B: b ====\ndef second() -> None:\n    first()\n'
