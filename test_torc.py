@@ -19318,11 +19318,13 @@ class RunTest(CommandTest):
 
     def test_exec_multiplies_commands_by_parameters(self):
         self.world.write('commands.txt', "# comment\nawk '{print $1}'\n")
+        self.world.write('more.txt', 'two\n')
         for line, commands in (
                 ("-c 'echo {i}' --param i=1:2", ['echo 1', 'echo 2']),
                 ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]'", ['a 1 x', 'a 1 y', 'a 2 x', 'a 2 y']),
                 ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]' --link zip", ['a 1 x', 'a 2 y']),
                 ('-c one -c two', ['one', 'two']), ("--dry-run -- echo 'a b'", ["echo 'a b'"]), ('-C commands.txt', ["awk '{print $1}'"]),
+                ('-c one -C commands.txt -C more.txt', ['one', "awk '{print $1}'", 'two']),
                 ('--commands-file commands.txt --sample-interval-seconds 30s', ["awk '{print $1}'"]),      # Torc's names
                 ('--command-file commands.txt --sample-interval 5', ["awk '{print $1}'"]),
                 ('-c true --monitor time-series --generate-plots -i 5', ['true']),

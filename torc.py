@@ -28412,8 +28412,8 @@ def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     commands = list(map(utf8_text, args['command'] or []))
     if args['words'] and (commands or args['commands_file']):
         raise BadInput('give commands with -c and -C, or one after --: not both')
-    if args['commands_file']:
-        commands += read_commands(session, args['commands_file'])
+    for path in args['commands_file'] or ():
+        commands += read_commands(session, path)
     if args['words']:
         commands = [utf8_text(' '.join(map(shlex.quote, args['words'])))]
     if not commands:
@@ -32174,7 +32174,7 @@ COMMANDS = (
         *SPEC_OPTIONS), 'create --dry-run examples/hello.yaml'),
     Command('exec', cmd_exec, 'run commands as jobs, without a workflow file', (
         Argument('-c --command', 'CMD', 'a command; {name} stands for a parameter', count='*'),
-        Argument('-C --command-file --commands-file', 'FILE', 'commands, one a line; - for stdin'),
+        Argument('-C --command-file --commands-file', 'FILE', 'commands, one a line; - for stdin', count='*'),
         Argument('--param', 'NAME=VALUES', 'parameter: 1:10, [a,b], @FILE or one value', count='*'),
         Argument('--link', 'MODE', 'product: all combinations; zip: value by value', one_of('product', 'zip'),
                  default='product'),
