@@ -20515,7 +20515,7 @@ class RegenerateTest(SubmitCase):
 
     def test_mistakes_are_refused_before_anything_changes_and_jobs_that_fit_nothing_keep_their_actions(self):
         before = self.dump()
-        for words, message in ((('--include-job-ids', '3,99'), 'job 99 not found in the workflow'), (('--include-job-ids', '3,x'), "'x' is not an id"),
+        for words, message in ((('--include-job-ids', '99', '--include-job-ids', '3'), 'job 99 not found in the workflow'), (('--include-job-ids', '3,x'), "'x' is not an id"),
                                (('--partition', 'nope'), "partition 'nope' not found in kestrel"), (('--walltime', '0'), "'0' is too short for an allocation")):
             self.assertExit(2, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', *words), message)
         self.assertEqual(before, self.dump())
@@ -24623,7 +24623,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33342
+TORC_LINES = 33343
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]
