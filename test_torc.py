@@ -21757,6 +21757,12 @@ class WatchTest(CommandTest):
         server.send(signal.SIGINT)
         self.assertExit(0, server.finish(20))
 
+    def test_a_database_that_others_have_is_not_waited_for_without_end(self):
+        self.make(self.PLAIN + 'compute_node_wait_for_healthy_database_minutes: 0\n')
+        with unittest.mock.patch.object(torc.Client, 'travels', True), unittest.mock.patch.object(      # as one in an allocation
+                torc.Supervision, 'poll', side_effect=[torc.Conflict('another command has it'), KeyboardInterrupt]):
+            self.assertExit(4, self.world.main('watch', 1, '-p', 0.01), 'given up: another command has it')
+
     def test_a_server_that_stays_away_is_given_up_when_the_window_is_over(self):
         self.world.serve()
         self.make(self.PLAIN + 'compute_node_wait_for_healthy_database_minutes: 0\n')
