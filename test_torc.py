@@ -6519,7 +6519,7 @@ class AdminSqlTest(ServiceTest):
 # ======== 8j. Recovery rules ========
 
 
-TORC_JOURNAL = """CREATE TABLE journaled_completions (job_id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL,
+TORC_JOURNAL = """CREATE TABLE IF NOT EXISTS journaled_completions (job_id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL,
     status INTEGER NOT NULL, payload TEXT NOT NULL, journaled_at INTEGER NOT NULL)"""
 
 
@@ -21879,6 +21879,20 @@ class WatchedSlurmTest(CommandTest):
             done = self.watch('--auto-schedule', '--profile', 'kestrel', code=1)
         self.assertEqual(torc.SCHEDULE_FAILURES, len(self.fakes.calls('sbatch')))
         self.assertIn('no allocations: those of 6 submissions in a row have ended before any job did', done.err)
+
+    @slow
+    def test_what_a_runner_writes_to_its_journal_meanwhile_is_taken_in(self):
+        self.allocate(71, 'active')
+        self.begin(71)
+        self.fakes.write('squeue', 'printf "71|RUNNING|N/A"')
+        process = self.world.start('watch', 1, '-p', 0.2)
+        self.world.wait(lambda: '4 running' in process.err, 30, 'its first look', [process])
+        path, details = self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'), database_of(self.world)
+        for number in (1, 2):
+            write_journal(path, [journal_entry(number, torc_py=details)])
+            self.world.wait(lambda number=number: self.states()[f'j{number}'] == 'completed', 30, 'what was written', [process])
+        process.send(signal.SIGTERM)
+        self.assertExit(130, process.finish())
 
     def test_what_a_killed_submitter_left_is_submitted(self):
         settings = {'output_dir': self.world.path('torc_output'), 'directory': self.world.directory}
