@@ -13711,6 +13711,22 @@ class SupervisorTest(WorldTest):
         self.assertEqual((42, (15,), 42, 'caught\n'), (process.wait(20), self.notes().signals, self.notes().return_code,
                                                        self.world.read('out')))
 
+    def test_a_job_that_goes_on_when_its_program_was_signaled_first_and_is_over_before_its_own_turn_has_not_ended_well(self):
+        patient = torc.STEP_SUPERVISOR.replace('LATE_S = 10.0, 213, 0.5', 'LATE_S = 10.0, 213, 60.0')
+        for trap, end in (('', (143, 15)), ('trap "" TERM; ', (0, 0)), ('trap : TERM; ', (0, 0))):
+            with self.subTest(trap), unittest.mock.patch.object(torc, 'STEP_SUPERVISOR', patient):
+                process = self.begin(trap + 'echo $$ > a; (trap - TERM; echo $BASHPID > b; exec sleep 1000); exit 0')
+                job, program = self.pid_in('a'), self.pid_in('b')
+                until = time.monotonic() + 50
+                os.kill(program, signal.SIGTERM)
+                while torc.read_process_start_ticks(job):       # as slurmstepd, which sleeps nowhere in between
+                    self.assertLess(time.monotonic(), until)
+                os.kill(process.pid, signal.SIGTERM)
+                process.wait(20)
+                self.assertEqual((*end, (15,)), (self.notes().return_code, self.notes().signal_number, self.notes().signals))
+                os.unlink(self.world.path('a'))
+                os.unlink(self.world.path('b'))
+
     def test_the_job_dies_with_its_supervisor_and_all_that_it_has_started_with_slurmstepd(self):
         process = self.begin('echo $$ > a; exec sleep 1000')
         self.pid_in('a')
@@ -24643,7 +24659,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33343
+TORC_LINES = 33373
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

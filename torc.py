@@ -18814,7 +18814,8 @@ import sys
 import time
 
 DEATH_SIGNAL, SUBREAPER = 1, 36     # linux/prctl.h
-KILL_S, FAILED = 10.0, 213
+KILL_S, FAILED, LATE_S = 10.0, 213, 0.5
+JOB, LATE = [], []      # its pid, once it is started; signals that came when it had ended
 # What does not end a process, or tells of an error of its own.
 UNTOUCHED = 'KILL STOP CHLD CONT TSTP TTIN TTOU WINCH URG SEGV BUS ILL FPE'.split()
 
@@ -18888,7 +18889,33 @@ def on_signal(number, frame):
         send(signal.SIGKILL)
     elif number != signal.SIGPWR:   # else only a thread of slurmstepd has ended
         note('signal', number)
+        if JOB and os.waitid(os.P_PID, JOB[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            LATE.append(number)
         send(*[number] * PASSES, signal.SIGCONT)
+
+
+def missed(job):
+    """A signal that the job, which has just ended, would have died of; or 0.
+
+    proctrack/linuxproc signals the youngest first: a shell whose program has died of it goes on, and may be
+    over before the signal gets to it. While a thread of slurmstepd runs, that signal may still come.
+    """
+    until = time.monotonic() + LATE_S
+    try:
+        while not PASSES and time.monotonic() < until:
+            states = []
+            for thread in os.listdir('/proc/%d/task' % PARENT):
+                with open('/proc/%d/task/%s/stat' % (PARENT, thread), 'rb') as file:
+                    states.append(file.read().rpartition(b')')[2].split()[0])
+            if b'R' not in states:
+                break
+            time.sleep(0.001)
+        with open('/proc/%d/status' % job) as file:
+            masks = [int(line.split()[1], 16) for line in file if line[:6] in ('SigIgn', 'SigCgt')]
+    except OSError:
+        return 0
+    found = [number for number in LATE if not any(mask >> number - 1 & 1 for mask in masks)]
+    return 0 if PASSES or not found else found[0]
 
 
 def set_handlers(handler):
@@ -18936,10 +18963,13 @@ def main(directory, out, error, *command):
     began, job, pid = time.monotonic(), os.fork(), 0
     if not job:
         run_job(directory, out, error, command)
+    JOB.append(job)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     while pid != job:
-        pid, status, usage = os.wait3(0)
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        pid = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
+        late = missed(job) if pid == job else 0
+        pid, status, usage = os.wait4(pid, 0)
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0 if status else late
     code = 128 + number if number else os.WEXITSTATUS(status)
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # a fork begins with it
     note('end', code, number, int(os.WCOREDUMP(status)), '%.6f' % (time.monotonic() - began),
