@@ -31961,7 +31961,7 @@ What lacked memory or time, or was lost
 Retries without you
     A failure handler runs a job again after certain exit codes, and a script
     before that. With `use_pending_failed: true` other failures wait for you:
-    `jobs classify ID retry` or `fail`.
+    `jobs classify JOB_ID retry --reason TEXT`, or `fail`.
         failure_handlers:
           - {name: twice, rules: [{exit_codes: [9], max_retries: 2}]}
 
@@ -32087,7 +32087,7 @@ Several users
         $ torc.py workflows list                # the owner trusts it as it is
         $ kill $(cat server.pid)
     Ann, with a copy of cert.pem (her name is TORC_USERNAME, else USER):
-        export TORC_API_URL=https://HOST:8080/torc-service/v1
+        export TORC_API_URL=https://HOST:PORT/torc-service/v1   # as it has said
         export TORC_TLS_CA_CERT=cert.pem
         torc.py --prompt-password workflows list   # or TORC_PASSWORD_FILE
     Without https nothing shows her that it is this server that gets her
