@@ -28115,6 +28115,11 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
                        'name another one with --output-dir') from None
 
 
+def was_stopped(workflow: Dict[str, Any], status: Dict[str, Any]) -> bool:
+    """Whether it was canceled before it began: what was already on its way to run it is not to do so."""
+    return status['is_canceled'] and not workflow.get('run_id')
+
+
 def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_forced: bool,
                printer: Optional[Callable[[str, Sequence[Optional[str]]], Any]] = None, is_new: bool = False,
                retries_failed: bool = False) -> int:
@@ -28128,7 +28133,8 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
         prepare_output_dir(session, options)
         reset_failed(session.client, workflow, is_forced, session.report)
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
-    is_uninitialized = status['jobs_by_status']['uninitialized'] > 0
+    is_stopped = was_stopped(workflow, status) and not retries_failed
+    is_uninitialized = status['jobs_by_status']['uninitialized'] > 0 and not is_stopped
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
     is_over = is_over and (status['is_canceled'] or not has_due_actions(session, workflow))
     is_allocation = session.command.name == 'slurm-job-runner'      # whose record says when it began
@@ -28618,7 +28624,7 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[st
     number = workflow['id']
     prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
     status = session.call('get_workflow_status', workflow_id=number)
-    if status['jobs_by_status']['uninitialized']:
+    if status['jobs_by_status']['uninitialized'] and not was_stopped(workflow, status):
         initialize_for_run(session, workflow, status, is_forced)
     elif status['is_canceled']:
         refuse_canceled(session, number)
@@ -31076,7 +31082,7 @@ def cmd_remote_run(session: Session, args: Arguments) -> Answer:
     workflow = session.workflow(choose_workflow(session, args))
     workers = read_workers(session, files[0]) if files else stored_workers(session, workflow['id'])
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
-    if status['jobs_by_status']['uninitialized']:
+    if status['jobs_by_status']['uninitialized'] and not was_stopped(workflow, status):
         initialize_for_run(session, workflow, status, args['force'])
     elif status['is_complete'] or status['is_canceled']:
         return report_nothing_left(session, workflow, status, [])
