@@ -21994,10 +21994,14 @@ class WatchOnSlurmTest(SlurmTest):
         self.bed.ask('scancel', self.allocations('RUNNING')[0].id)
 
     def kill(self) -> None:
-        """kill -9 the runner and its guardian: nobody reports anything."""
+        """kill -9 of the runner, its keeper and their sruns, as of a whole control group: nobody reports anything.
+
+        proctrack/linuxproc does not find an srun whose parents are dead, and srun may then wait without end.
+        """
         for pid, command in processes_with(self.world.mark).items():
-            if 'slurm-job-runner' in command:
-                os.kill(pid, signal.SIGKILL)
+            if 'slurm-job-runner' in command or command.startswith('srun '):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def end_and_watch(self, end: Callable[[], None]) -> Outcome:
         """Submit, watch, and end the allocation when jobs run in it; what the watch says in the end."""
