@@ -18889,8 +18889,11 @@ def on_signal(number, frame):
         send(signal.SIGKILL)
     elif number != signal.SIGPWR:   # else only a thread of slurmstepd has ended
         note('signal', number)
-        if JOB and os.waitid(os.P_PID, JOB[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            LATE.append(number)
+        try:
+            if JOB and os.waitid(os.P_PID, JOB[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                LATE.append(number)
+        except ChildProcessError:   # its end is known
+            pass
         send(*[number] * PASSES, signal.SIGCONT)
 
 
@@ -18901,21 +18904,31 @@ def missed(job):
     over before the signal gets to it. While a thread of slurmstepd runs, that signal may still come.
     """
     until = time.monotonic() + LATE_S
+    while not PASSES and time.monotonic() < until and runs(PARENT):
+        time.sleep(0.001)
+    if PASSES or not LATE:
+        return 0
     try:
-        while not PASSES and time.monotonic() < until:
-            states = []
-            for thread in os.listdir('/proc/%d/task' % PARENT):
-                with open('/proc/%d/task/%s/stat' % (PARENT, thread), 'rb') as file:
-                    states.append(file.read().rpartition(b')')[2].split()[0])
-            if b'R' not in states:
-                break
-            time.sleep(0.001)
         with open('/proc/%d/status' % job) as file:
             masks = [int(line.split()[1], 16) for line in file if line[:6] in ('SigIgn', 'SigCgt')]
-    except OSError:
+    except OSError:             # another user's, and hidden (proc(5), hidepid)
         return 0
-    found = [number for number in LATE if not any(mask >> number - 1 & 1 for mask in masks)]
-    return 0 if PASSES or not found else found[0]
+    return next((number for number in LATE if not any(mask >> number - 1 & 1 for mask in masks)), 0)
+
+
+def runs(pid):
+    """Whether a thread of a process runs, or could."""
+    try:
+        for thread in os.listdir('/proc/%d/task' % pid):
+            try:
+                with open('/proc/%d/task/%s/stat' % (pid, thread), 'rb') as file:
+                    if file.read().rpartition(b')')[2].split()[0] == b'R':
+                        return True
+            except OSError:     # it has ended
+                pass
+    except OSError:             # all have, or they are hidden (proc(5), hidepid)
+        pass
+    return False
 
 
 def set_handlers(handler):
