@@ -6706,7 +6706,6 @@ PLANNED_TABLES = {  # of a plan, beside jobs -> columns elsewhere that need its 
 PLANNED_CELLS = (   # columns of a job that a plan gives
     'command', 'invocation_script', 'env', 'kind_id', 'explicit_set_id', 'cancel_on_blocking_job_failure',
     'supports_termination', 'failure_handler_id')
-ACTION_TITLE = '{trigger_type} {action_type}'
 SPEC_REMARKS = ('description', 'project', 'metadata')   # stay if the file has none: people set them by hand
 SPEC_SETTINGS = (       # fields of the workflow itself
     'name', *SPEC_REMARKS, 'env', 'execution_config', 'resource_monitor_config', 'slurm_defaults',
@@ -6731,13 +6730,7 @@ class PlanMerge:
         self.known = {}     # type: Dict[str, Tuple]
         self.changed_jobs = set()           # type: Set[int]
         self.removed_outputs = []   # type: List[Tuple[str, float]]  # path and time, of jobs that are removed
-        # (noun, 'added', 'removed' or 'changed') -> names
-        self.changes = collections.defaultdict(list)        # type: Dict[Tuple[str, str], List[str]]
-
-    def note(self, noun: str, change: str, names: Sequence[Any]) -> None:
-        """Note what was added, removed or changed, if any; without a name it is ''."""
-        if names:
-            self.changes[noun, change] += [name or '' for name in names]
+        self.changes = {'added': [], 'changed': [], 'removed': []}  # type: Dict[str, List[str]]  # jobs
 
     def merge_settings(self) -> None:
         """Make the workflow's own row what the plan says; its owner and submission directory stay."""
@@ -6746,9 +6739,7 @@ class PlanMerge:
         check_settings(planned)
         stored = get_workflow(context, workflow_id)
         values = {name: planned.get(name) for name in SPEC_SETTINGS
-                  if (name in planned or name not in SPEC_REMARKS)
-                  and not same_json(planned.get(name), stored.get(name))}
-        is_changed = bool(values)
+                  if name in planned or name not in SPEC_REMARKS}
         values['spec_path'] = planned.get('spec_path') or stored.get('spec_path')
         context.update('workflow', workflow_id, values)
         linked = stored.get('access_groups', ())
@@ -6756,7 +6747,6 @@ class PlanMerge:
         for name in groups:
             check_may_link(context, workflow_id, group_named(context, name))
         link_groups(context, workflow_id, groups)
-        self.note('workflow', 'changed', [stored['name']] if is_changed or groups else [])
 
     def merge_rows(self) -> None:
         """Make everything else what the plan says."""
@@ -6774,8 +6764,8 @@ class PlanMerge:
         self.ids['job_kind'] = [self.find_class(row, default) for row in body['kinds']]
         self.merge_jobs()
         self.merge_relations()
-        self.note('job', 'changed', [job.name for job_id, job in zip(self.ids['job'], self.jobs)
-                                     if job_id in self.changed_jobs])
+        self.changes['changed'] = [job.name for job_id, job in zip(self.ids['job'], self.jobs)
+                                   if job_id in self.changed_jobs]
         self.merge_actions()
         self.remove_unnamed()
 
@@ -6788,32 +6778,27 @@ class PlanMerge:
         # What a workflow file says of it, and what follows from that; the times of files come apart.
         wanted = {*FIELDS_OF[table], 'memory_bytes', 'runtime_s', 'is_implicit', 'is_declared'} - {'st_mtime'}
         columns = [column for column in context.columns(table) if column.name in wanted]
-        listed = ', '.join(column.name for column in columns)
-        known = {row[1]: row for row in context.rows(       # of several with a name the first declared one
-            f'SELECT id, name, is_declared, {listed} FROM {table} WHERE workflow_id = ? '
-            'ORDER BY is_declared, id DESC', (self.workflow_id,))}
-        added, changed, ids = [], [], []    # type: List[Values], List[str], List[int]
-        new_ids = itertools.count(context.next_id(table))
+        known = {name: (row_id, is_declared) for name, row_id, is_declared in context.rows(
+            # of several with a name the first declared one
+            f'SELECT name, id, is_declared FROM {table} WHERE workflow_id = ? ORDER BY is_declared, id DESC',
+            (self.workflow_id,))}
+        added, ids, new_ids = [], [], itertools.count(context.next_id(table))   # type: Any, List[int], Any
         for index, row in enumerate(rows):
             row = dict(row, workflow_id=self.workflow_id, is_declared=True)
-            found = known.get(row.get('name'))
-            ids.append(next(new_ids) if found is None else found[0])
+            found, _ = known.get(row.get('name'), (None, False))
+            ids.append(next(new_ids) if found is None else found)
             if found is None:
                 added.append(row)
                 continue
-            values = {column.name: row.get(column.name) for column, cell in zip(columns, found[3:])
-                      if differs(column, row.get(column.name), cell)}
-            if index in made:
-                values.pop('data', None)
-            if values:
-                unseen = {'st_mtime': None} if 'path' in values else {}     # under its new path
-                context.update(table, found[0], dict(values, **unseen))
-                changed.append(row['name'])
+            # What must have a value keeps it, and so do user data that the file or their job gives none.
+            context.update(table, found, {
+                column.name: row.get(column.name) for column in columns
+                if row.get(column.name) is not None or not column.is_required and column.name != 'data'
+                if column.name != 'data' or index not in made})
         context.insert_many(table, added)
-        self.note(table, 'added', [row.get('name') for row in added])
-        self.note(table, 'changed', changed)
         self.ids[table] = ids
-        self.unnamed[table] = sorted({row[0] for row in known.values() if row[2]}.difference(ids))
+        self.unnamed[table] = sorted({row_id for row_id, is_declared in known.values() if is_declared}
+                                     .difference(ids))
 
     def remove_unnamed(self) -> None:
         """Remove what the workflow file has no longer, unless something else still needs it."""
@@ -6828,10 +6813,7 @@ class PlanMerge:
             users = [user.split('.') for user in PLANNED_TABLES[table].split()]
             is_free = ' AND '.join(f'NOT EXISTS (SELECT 1 FROM {user} WHERE {user}.{column} = {table}.id)'
                                    for user, column in users)
-            query = f'SELECT id, name FROM {table} WHERE {is_free} AND id IN'
-            free = sorted(rows_by_ids(context, query, ids))
-            run_by_ids(context, f'DELETE FROM {table} WHERE id IN', [row_id for row_id, _ in free])
-            self.note(table, 'removed', [name for _, name in free])
+            run_by_ids(context, f'DELETE FROM {table} WHERE {is_free} AND id IN', ids)
 
     # -- jobs --
 
@@ -6875,15 +6857,15 @@ class PlanMerge:
 
     def remove_jobs(self, names: Set[str]) -> None:
         """Remove the jobs that the file has no longer, with their results and what they spawned."""
-        gone = sorted((row[0], name) for name, row in self.known.items() if row[1] and name not in names)
+        gone = {name: row[0] for name, row in self.known.items() if row[1] and name not in names}
         if gone:
-            ids = [job_id for job_id, _ in gone]
+            ids = list(gone.values())
             query = 'SELECT path, st_mtime FROM job_output_file JOIN file ON id = file_id WHERE job_id IN'
             self.removed_outputs = rows_by_ids(self.context, query, ids)
             run_by_ids(self.context, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', ids)
             remove_spawned(self.context, self.workflow_id)
             run_by_ids(self.context, 'DELETE FROM job WHERE id IN', ids)
-            self.note('job', 'removed', [name for _, name in gone])
+            self.changes['removed'] = list(gone)
 
     def store_jobs(self, sets: Ids) -> None:
         """Add jobs, with consecutive ids, and change those that differ."""
@@ -6905,7 +6887,7 @@ class PlanMerge:
         changes = ', '.join(f'{name} = excluded.{name}' for name in columns[3:])
         more = f'ON CONFLICT (id) DO UPDATE SET {changes}' if self.known else ''    # which takes its time
         self.context.insert_rows('job', columns, rows, more)
-        self.note('job', 'added', [row[2] for row in rows if row[2] not in self.known])
+        self.changes['added'] = [row[2] for row in rows if row[2] not in self.known]
         self.changed_jobs.update(row[0] for row in rows if row[2] in self.known)
 
     def merge_relations(self) -> None:
@@ -6937,10 +6919,8 @@ class PlanMerge:
                 stored[action_key(action)].pop(0)
             else:
                 create_workflow_action(self.context, self.workflow_id, action)
-                self.note('action', 'added', [ACTION_TITLE.format_map(action)])
         for action in itertools.chain.from_iterable(stored.values()):
             delete_workflow_action(self.context, self.workflow_id, action['id'])
-            self.note('action', 'removed', [ACTION_TITLE.format_map(action)])
 
     def plan_action(self, action: Values) -> Values:
         """An action of the plan as a row, with ids instead of indexes of scheduler and jobs."""
@@ -6962,21 +6942,6 @@ def refuse_twice(names: Sequence[str], noun: str) -> None:
     if len(set(names)) < len(names):
         twice = collections.Counter(names).most_common(1)[0][0]
         raise Refused(f'the name {twice!r} stands twice among the {noun}')
-
-
-def differs(column: TableColumn, value: Any, cell: Any) -> bool:
-    """Whether a plan's value is not a cell's. None leaves user data and what must have a value alone."""
-    if value is None:
-        return cell is not None and not column.is_required and column.name != 'data'
-    encoded = encode_cell(column.codec, value)
-    if encoded == cell:
-        return False
-    return column.codec != 'JSON' or cell is None or not same_json(json.loads(encoded), json.loads(cell))
-
-
-def same_json(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON. To Python 1, 1.0 and true are equal."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def action_key(action: Values) -> Tuple:
@@ -7863,8 +7828,6 @@ def hash_inputs(context: Context, job_ids: Ids) -> Dict[int, str]:
 
 # -------- an edited workflow file --------
 
-APPLIED_ORDER = ('workflow', 'job', *PLANNED_TABLES, 'action')
-
 
 def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
     """Make a workflow what an edited file says, and ready what is new, failed, unfinished or outdated.
@@ -7888,7 +7851,7 @@ def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool =
         times = {file_id: seen[name] for name, file_id in ids.items() if name in seen}
         reasons = find_outdated(context, workflow_id, times)
         has_failed = not {*BAD, PENDING_FAILED}.isdisjoint(before.values())
-        is_due = bool(merge.changes or reasons or has_failed or state.is_canceled)
+        is_due = bool(any(merge.changes.values()) or reasons or has_failed or state.is_canceled)
         if is_due or not is_complete(context, workflow_id):
             store_file_times(context, workflow_id, times)
         if is_due:
@@ -7899,20 +7862,12 @@ def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool =
             initialize_jobs(context, workflow_id, only_uninitialized=True)
             add_user_event(context, workflow_id, 'apply_spec', job_count=len(merge.jobs),
                            change_count=sum(map(len, merge.changes.values())))
-        return describe_applied(context, merge, before, reasons)
-
-
-def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
-                     reasons: Dict[int, str]) -> Values:
-    """What an edited workflow file has changed, and the jobs that are to run, each with the reason."""
-    changes = sorted(merge.changes.items(), key=lambda item: (APPLIED_ORDER.index(item[0][0]), item[0][1]))
-    left = set(context.ids('SELECT path FROM file WHERE workflow_id = ?', (merge.workflow_id,)))
-    return {'workflow_id': merge.workflow_id, 'run_id': workflow_state(context, merge.workflow_id).run_id,
-            'job_count': len(merge.jobs),
-            'to_run': list_to_run(context, merge.workflow_id, before, reasons),
-            'removed_outputs': [list(row) for row in merge.removed_outputs if row[0] not in left],
-            'changes': [{'noun': noun, 'change': change, 'names': names}
-                        for (noun, change), names in changes]}
+        left = set(context.ids('SELECT path FROM file WHERE workflow_id = ?', (workflow_id,)))
+        return {'workflow_id': workflow_id, 'run_id': workflow_state(context, workflow_id).run_id,
+                'job_count': len(merge.jobs), 'to_run': list_to_run(context, workflow_id, before, reasons),
+                'removed_outputs': [list(row) for row in merge.removed_outputs if row[0] not in left],
+                'changes': [{'change': change, 'names': names}
+                            for change, names in merge.changes.items() if names]}
 
 
 def refuse_runners(context: Context, workflow_id: int) -> None:
@@ -27937,11 +27892,6 @@ def format_execution_plan(plan: Dict[str, Any]) -> str:
 
 # -------- an edited workflow file --------
 
-CHANGED_NOUNS = {
-    'workflow': 'settings', 'job': 'jobs', 'file': 'files', 'user_data': 'user data', 'action': 'actions',
-    'resource_requirements': 'resource requirements', 'slurm_scheduler': 'Slurm schedulers',
-    'failure_handler': 'failure handlers'}
-
 
 def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) -> Optional[Dict[str, Any]]:
     """The newest workflow that was made from the same file, or by `exec` here; or None.
@@ -28003,14 +27953,11 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
 def format_applied(answer: Dict[str, Any], name: str, is_dry_run: bool) -> str:
     """What an edited workflow file changes, and what is to run because of it, for people."""
     changes, to_run = answer['changes'], answer['to_run']
-    verdict = ('do not differ' if not changes else 'differ:' if is_dry_run else
+    verdict = ('do not differ in their jobs' if not changes else 'differ:' if is_dry_run else
                'differed; the workflow follows:')
     lines = [f"Workflow {answer['workflow_id']} ({name}) and its file {verdict}"]
-    rows = []
-    for row in changes:
-        lost = ' with their results' if (row['noun'], row['change']) == ('job', 'removed') else ''
-        rows.append((f"{CHANGED_NOUNS[row['noun']]} {row['change']}{lost}", row['names']))
-    lines += format_groups(rows)
+    lines += format_groups([(f"jobs {row['change']}" + ' with their results' * (row['change'] == 'removed'),
+                             row['names']) for row in changes])
     reasons = collections.defaultdict(list)     # type: Dict[str, List[str]]
     for job in to_run:
         reasons[job['reason']].append(job['job_name'])
