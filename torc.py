@@ -130,6 +130,7 @@ import json
 import logging
 import logging.handlers
 import math
+import mimetypes
 import operator
 import os
 import pwd
@@ -5914,7 +5915,6 @@ class JobState(Row):
     attempt_id: int
     compute_node_id: Optional[int]
     has_results: bool       # of this run or an earlier one
-    writes_data: bool       # it is to write user data
     is_awaited: bool        # by others
 
 
@@ -5923,7 +5923,6 @@ def job_state(context: Context, job_id: int) -> JobState:
     # What most jobs do not have is asked here: a statement that finds nothing costs as much as all of this.
     row = context.one('SELECT id, workflow_id, name, status, attempt_id, compute_node_id, '
                       'EXISTS (SELECT 1 FROM result WHERE job_id = job.id), '
-                      'EXISTS (SELECT 1 FROM job_output_user_data WHERE job_id = job.id), '
                       'EXISTS (SELECT 1 FROM dep_member WHERE job_id = job.id) FROM job WHERE id = ?',
                       (job_id,))
     if row is None:
@@ -6468,38 +6467,30 @@ def create_workflow_action(context: Context, workflow_id: int, body: Values) -> 
     return action_rows(context, 'WHERE id = ?', (action_id,))[0]
 
 
-def check_action(context: Context, workflow_id: int, trigger_type: str, action_type: str,
-                 config: Any) -> None:
-    """Refuse an action that could never run."""
-    if trigger_type not in TRIGGERS:
-        raise Refused(f"unknown trigger_type {trigger_type!r}; one of {', '.join(TRIGGERS)}")
-    if action_type not in ACTION_TYPES:
-        raise Refused(f"unknown action_type {action_type!r}; one of {', '.join(ACTION_TYPES)}")
-    commands = config.get('commands') if isinstance(config, dict) else None
-    if action_type == 'run_commands' and not (isinstance(commands, list) and commands
-                                              and all(isinstance(c, str) for c in commands)
-                                              and len(config) == 1):
-        raise Refused('action_config of run_commands needs "commands", a list of shell commands, and takes '
-                      'nothing else')
-    if action_type == 'schedule_nodes':
-        check_schedule(context, workflow_id, config)
-
-
+COMMAND_TYPES = {'commands': list}
 SCHEDULE_TYPES = {'scheduler_id': int, 'scheduler_type': str, 'num_allocations': int,
                   'start_one_worker_per_node': bool, 'max_parallel_jobs': int}
 
 
-def check_schedule(context: Context, workflow_id: int, config: Any) -> None:
-    """Refuse unknown keys, values of other types, and another workflow's scheduler."""
+def check_action(context: Context, workflow_id: int, trigger_type: str, action_type: str,
+                 config: Any) -> None:
+    """Refuse an action that could never run."""
+    for name, value, known in (('trigger_type', trigger_type, TRIGGERS),
+                               ('action_type', action_type, ACTION_TYPES)):
+        if value not in known:
+            raise Refused(f"unknown {name} {value!r}; one of {', '.join(known)}")
+    keys = COMMAND_TYPES if action_type == 'run_commands' else SCHEDULE_TYPES
     if not isinstance(config, dict):
-        raise Refused('action_config of schedule_nodes must be an object')
+        raise Refused(f'action_config of {action_type} must be an object')
     for name, value in config.items():
-        if name not in SCHEDULE_TYPES:
-            raise Refused(f'action_config of schedule_nodes has no key {printable(name)!r}'
-                          + did_you_mean(name, SCHEDULE_TYPES))
-        if value is not None and type(value) is not SCHEDULE_TYPES[name]:
-            raise Refused(f'action_config: {name} must be of type {SCHEDULE_TYPES[name].__name__}, not '
+        if name not in keys:
+            raise Refused(f'action_config of {action_type} has no key {printable(name)!r}'
+                          + did_you_mean(name, keys))
+        if value is not None and type(value) is not keys[name]:
+            raise Refused(f'action_config: {name} must be of type {keys[name].__name__}, not '
                           f'{printable(repr(value)[:60])}')
+    if keys is COMMAND_TYPES and not {str}.issuperset(map(type, config.get('commands') or [None])):
+        raise Refused('action_config of run_commands needs "commands", a list of shell commands')
     scheduler_id = config.get('scheduler_id')
     owner = context.value('SELECT workflow_id FROM slurm_scheduler WHERE id = ?', (scheduler_id,))
     # None: it may come later
@@ -6761,7 +6752,10 @@ class PlanMerge:
         self.merge_table('slurm_scheduler', body['slurm_schedulers'])
         self.merge_table('failure_handler', body['failure_handlers'])
         default = self.ids['resource_requirements'][[row['name'] for row in needs].index('default')]
-        self.ids['job_kind'] = [self.find_class(row, default) for row in body['kinds']]
+        self.ids['job_kind'] = [find_job_class(self.context, self.workflow_id, (
+            default if needed is None else self.ids['resource_requirements'][needed], priority,
+            None if scheduler is None else self.ids['slurm_scheduler'][scheduler], labels))
+            for needed, priority, scheduler, labels in body['kinds']]
         self.merge_jobs()
         self.merge_relations()
         self.changes['changed'] = [job.name for job_id, job in zip(self.ids['job'], self.jobs)
@@ -6817,18 +6811,16 @@ class PlanMerge:
 
     # -- jobs --
 
-    def find_class(self, row: Cells, default: int) -> int:
-        """Id of a job class of the plan: requirements and scheduler by index, priority, labels."""
-        requirements, priority, scheduler, labels = row
-        return find_job_class(self.context, self.workflow_id, (
-            default if requirements is None else self.ids['resource_requirements'][requirements],
-            priority, None if scheduler is None else self.ids['slurm_scheduler'][scheduler], labels))
-
     def merge_jobs(self) -> None:
         """Remove, change and add jobs, with the sets of those that they wait for."""
         context, workflow_id, names = self.context, self.workflow_id, [job.name for job in self.jobs]
         refuse_twice(names, 'jobs')
-        self.find_known(set(names))
+        spawned = set(context.ids('SELECT name FROM job WHERE id IN (SELECT job_id FROM spawn '
+                                  'WHERE workflow_id = ?)', (workflow_id,)))
+        for name in sorted(spawned.intersection(names)):
+            raise Refused(f'another job has spawned a job {name!r}: give the one in the file another name')
+        query = f"SELECT name, id, is_declared, {', '.join(PLANNED_CELLS)} FROM job WHERE workflow_id = ?"
+        self.known = {row[0]: row[1:] for row in context.rows(query, (workflow_id,)) if row[0] not in spawned}
         self.remove_jobs(set(names))
         new_ids = itertools.count(context.next_id('job'))
         ids = [self.known[name][0] if name in self.known else next(new_ids) for name in names]
@@ -6844,16 +6836,6 @@ class PlanMerge:
         self.store_jobs([sets[digest] for digest in digests])
         context.insert_rows('dep_member', ('dep_set_id', 'job_id'), (
             (sets[digest], job_id) for digest, group in fresh.items() for job_id in group))
-
-    def find_known(self, names: Set[str]) -> None:
-        """See which jobs there are. Refused if one that was spawned has a name of the plan."""
-        context, of = self.context, (self.workflow_id,)
-        query = 'SELECT name FROM job WHERE id IN (SELECT job_id FROM spawn WHERE workflow_id = ?)'
-        spawned = set(context.ids(query, of))
-        for name in sorted(names & spawned):
-            raise Refused(f'another job has spawned a job {name!r}: give the one in the file another name')
-        query = f"SELECT name, id, is_declared, {', '.join(PLANNED_CELLS)} FROM job WHERE workflow_id = ?"
-        self.known = {row[0]: row[1:] for row in context.rows(query, of) if row[0] not in spawned}
 
     def remove_jobs(self, names: Set[str]) -> None:
         """Remove the jobs that the file has no longer, with their results and what they spawned."""
@@ -7357,17 +7339,6 @@ CRATE_PLAN = '#torc-workflow'
 CRATE_RUN = '#torc-run-id-{}'
 CRATE_SOFTWARE = '#software-{}-run-id-{}'
 FILE_ROW = 'id, path, identifier, st_mtime'
-MEDIA_TYPES = {     # https://www.iana.org/assignments/media-types, or what is usual -> ends of files' names
-    'application/gzip': 'gz tgz', 'application/json': 'json', 'application/jsonl': 'jsonl',
-    'application/netcdf': 'nc', 'application/pdf': 'pdf', 'application/toml': 'toml',
-    'application/vnd.apache.parquet': 'parquet', 'application/x-hdf5': 'h5 hdf5', 'application/x-sh': 'sh',
-    'application/x-tar': 'tar', 'application/xml': 'xml', 'application/yaml': 'yaml yml',
-    'application/zip': 'zip', 'application/zstd': 'zst', 'image/gif': 'gif', 'image/jpeg': 'jpeg jpg',
-    'image/png': 'png', 'image/svg+xml': 'svg', 'image/tiff': 'tif tiff', 'text/csv': 'csv',
-    'text/html': 'htm html', 'text/markdown': 'md', 'text/plain': 'log txt',
-    'text/tab-separated-values': 'tsv', 'text/x-python': 'py',
-}
-ENCODING_FORMATS = {end: kind for kind, ends in MEDIA_TYPES.items() for end in ends.split()}
 
 
 def keeps_crate(context: Context, workflow_id: int) -> bool:
@@ -7417,7 +7388,7 @@ def run_of_crate(run_id: int) -> Values:
 def put_file(context: Context, workflow_id: int, row: Cells, more: Values) -> None:
     """Describe a file that is there. `row`: a FILE_ROW."""
     file_id, path, identifier, mtime = row
-    encoding = ENCODING_FORMATS.get(path.rpartition('.')[2].lower(), 'application/octet-stream')
+    encoding = mimetypes.guess_type(path)[0] or 'application/octet-stream'
     put_entity(context, workflow_id, identifier or path, ('File', 'prov:Entity'), dict({
         'name': os.path.basename(path), 'encodingFormat': encoding, 'dateModified': format_time(mtime),
         'sameAs': refer(path) if identifier else None}, **more), file_id)
@@ -7946,7 +7917,7 @@ def pick_jobs(context: Context, workflow_id: int, want: Values) -> Placement:
     time count: the caller knows where they go.
     """
     sizes = node_sizes(want)
-    groups = kinds_by_turn(ready_kinds(context, workflow_id, want), want)
+    groups = kinds_by_turn(context, workflow_id, want)
     chosen = {}  # type: Placement
     last = {}    # type: Dict[int, int]
     for number in range(max(1, want.get('depth') or 1)):
@@ -7957,14 +7928,6 @@ def pick_jobs(context: Context, workflow_id: int, want: Values) -> Placement:
             break
         chosen.update(found)
     return chosen
-
-
-def ready_kinds(context: Context, workflow_id: int, want: Values) -> List[Kind]:
-    """Job classes with ready jobs that a node may take with the labels and the time that it has."""
-    check_labels(want.get('labels'))
-    mine, limit_s = set(want.get('labels') or ()), parse_time_limit(want)
-    return [kind for kind in select_kinds(context, workflow_id, KIND_QUERY)
-            if matches_labels(mine, kind.labels) and (limit_s is None or kind.runtime_s <= limit_s)]
 
 
 def node_sizes(want: Values) -> List[Capacity]:
@@ -7984,15 +7947,21 @@ def claim_turn(kind: Kind, scheduler_id: Optional[int]) -> int:
     return 1 if kind.scheduler_id is None else 0 if kind.scheduler_id == scheduler_id else 2
 
 
-def kinds_by_turn(kinds: Sequence[Kind], want: Values) -> List[List[Kind]]:
-    """The kinds in the order in which a caller may take them; those that are alike to it together."""
-    mine, by_queue = want.get('scheduler_config_id'), want['strategy'] == 'queue'
+def kinds_by_turn(context: Context, workflow_id: int, want: Values) -> List[List[Kind]]:
+    """Job classes with ready jobs that a node may take with its labels and the time that it has, in the
+    order in which it takes them; those that are alike to it together.
+    """
+    check_labels(want.get('labels'))
+    mine, labels = want.get('scheduler_config_id'), set(want.get('labels') or ())
+    limit_s, by_queue = parse_time_limit(want), want['strategy'] == 'queue'
 
     def order(kind: Kind) -> Tuple:
         return (-kind.priority,) if by_queue else (
             claim_turn(kind, mine), -kind.priority, -kind.num_gpus, -kind.runtime_s, -kind.memory_bytes,
             -kind.num_cpus, kind.num_nodes)
-    allowed = [kind for kind in kinds if claim_turn(kind, mine) < 2 or not want.get('strict')]
+    allowed = [kind for kind in select_kinds(context, workflow_id, KIND_QUERY)
+               if matches_labels(labels, kind.labels) and (limit_s is None or kind.runtime_s <= limit_s)
+               and (claim_turn(kind, mine) < 2 or not want.get('strict'))]
     return [list(group) for _, group in itertools.groupby(sorted(allowed, key=order), key=order)]
 
 
@@ -8325,7 +8294,8 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and status != PENDING_FAILED:
         return decide_failure(context, state, job, end)
     ends = known_ends(context, state, job, end['run_id'], attempt_id)
-    if any(is_same_end(known, end) for known in ends):
+    if any(code == end['return_code'] and (known in (status, CANCELED) or status == PENDING_FAILED)
+           for code, known in ends):        # one that was to be decided about may have been
         if not end.get('is_witnessed'):
             raise already_complete(job, attempt_id, ends)
         return Outcome(job.id, attempt_id, STATUS_NAMES[job.status] if attempt_id == job.attempt_id
@@ -8360,8 +8330,6 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
 def finish_job(context: Context, state: WorkflowState, job: JobState, status: int) -> None:
     """A job's last attempt has ended so: what waits for it goes on, or is canceled."""
     context.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
-    if status == COMPLETED:
-        record_unwritten_data(context, state, job)
     if STATUSES[status].is_finished:
         settle(context, state.id, [(job.id, status)], job.is_awaited)
 
@@ -8382,28 +8350,6 @@ def note_unclaimed(context: Context, job: JobState) -> None:
     """A job that no node has claimed is reported as running or ended: note what a claim would."""
     context.run('UPDATE job SET input_hash = ? WHERE id = ?',
                 (hash_inputs(context, [job.id])[job.id], job.id))
-
-
-def record_unwritten_data(context: Context, state: WorkflowState, job: JobState) -> None:
-    """Warn of user data that a job has declared as its output and not written.
-
-    It stays completed: Torc ignores it, and its workflows go on.
-    """
-    names = context.ids('SELECT item.name FROM job_output_user_data made '
-                        'CROSS JOIN user_data item ON item.id = made.user_data_id '
-                        'WHERE made.job_id = ? AND item.data IS NULL ORDER BY item.name',
-                        (job.id,)) if job.writes_data else []
-    if names:
-        message = f"job {job.name} has completed without writing its output_user_data: {', '.join(names)}"
-        record_event(context, state.id, {
-            'category': 'user_data', 'event_type': 'output_missing', 'job_id': job.id, 'job_name': job.name,
-            'run_id': state.run_id, 'attempt_id': job.attempt_id, 'message': message}, 'warning')
-
-
-def is_same_end(known: Tuple[int, int], end: Values) -> bool:
-    """Whether the end of an attempt, as known by return code and status, is this very one."""
-    status = STATUS_CODES[end['status']]    # one that was to be decided about may have been
-    return known[0] == end['return_code'] and (known[1] in (status, CANCELED) or status == PENDING_FAILED)
 
 
 def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Values) -> Outcome:
@@ -8479,20 +8425,15 @@ def manage_status_change(context: Context, job_id: int, status: str, run_id: int
             note_unclaimed(context, job)
             context.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
         if STATUSES[job.status].is_finished or STATUSES[code].is_finished:
-            reverse_or_settle(context, job, code)
+            if code == UNINITIALIZED:   # what has ended further down stays, as in Torc, until initialize
+                near = f'dep_set_id IN (SELECT dep_set_id FROM dep_member WHERE job_id = {job_id})'
+                condition = f'(status NOT IN {sql_list(FINISHED)} OR {near})'
+                uninitialize(context, downstream_of_uninitialized(context, job.workflow_id, condition))
+            recount_sets(context, job.workflow_id)
+            sets = context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job_id,))
+            settle(context, job.workflow_id, release_sets(context, job.workflow_id, sets))
             note_if_complete(context, job.workflow_id)
     return get_job(context, job_id)
-
-
-def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
-    """After a job was moved into or out of a finished status by hand."""
-    if code == UNINITIALIZED:   # what has ended further down stays, as in Torc, until the next initialize
-        near = f'dep_set_id IN (SELECT dep_set_id FROM dep_member WHERE job_id = {job.id})'
-        condition = f'(status NOT IN {sql_list(FINISHED)} OR {near})'
-        uninitialize(context, downstream_of_uninitialized(context, job.workflow_id, condition))
-    recount_sets(context, job.workflow_id)
-    sets = context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
-    settle(context, job.workflow_id, release_sets(context, job.workflow_id, sets))
 
 
 def return_claims(context: Context, job_ids: Ids) -> None:
@@ -8545,12 +8486,13 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
         return job
     if assumed is not None:
         context.run('DELETE FROM result WHERE id = ?', (assumed,))
-        wait_again(context, [job.id], job.status == FAILED, state.is_canceled)
     elif job.status not in ACTIVE:
         note_unclaimed(context, job)
     # NULL: its node was deleted, or is unknown
     context.run(f'UPDATE job SET status = {PENDING}, attempt_id = ?, start_time = NULL, compute_node_id = '
                 '(SELECT id FROM compute_node WHERE id = ?) WHERE id = ?', (attempt_id, node_id, job.id))
+    if assumed is not None:
+        wait_again(context, job.id, state.is_canceled)
     if assumed is not None or attempt_id > job.attempt_id:
         record_event(context, state.id, {
             'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
@@ -8584,30 +8526,26 @@ def find_assumed_end(context: Context, state: WorkflowState, job: JobState,
                          (job.id, state.run_id, last_id))
 
 
-def wait_again(context: Context, job_ids: List[int], had_ended: bool, is_canceled: bool) -> None:
-    """Jobs have not ended after all: those canceled for nothing else wait for them again, and so on.
+def wait_again(context: Context, job_id: int, is_canceled: bool) -> None:
+    """A job has not ended after all: those canceled for nothing else wait for it again, and so on.
 
-    So do ready ones, which run whatever becomes of their prerequisites, but after these. `had_ended`: the
-    jobs counted as failed until now, and not as to be run again. In a canceled workflow nothing waits again.
+    So do ready ones, which run whatever becomes of their prerequisites, but after these. In a canceled
+    workflow nothing waits again.
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
-    while job_ids:
-        rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
-        counts = collections.Counter(row[0] for row in rows)
-        sets = sorted(counts)
-        if had_ended:       # counting anew would take as long as there are members, for each that is back
-            context.run_many('UPDATE dep_set SET pending = pending + ?, failed = failed - ? WHERE id = ?',
-                             ((count, count, set_id) for set_id, count in counts.items()))
+    back = [job_id]
+    while back:
+        sets = sorted({row[0] for row in rows_by_ids(
+            context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', back)})
+        run_by_ids(context, RECOUNT + 'id IN', sets)
         if is_canceled:
             break
-        ready = [row[0] for row in rows_by_ids(
-            context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
-        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
-        job_ids = [row[0] for row in rows_by_ids(
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} '
+                            'AND dep_set_id IN', sets)
+        back = [row[0] for row in rows_by_ids(
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
-        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
-        had_ended = True
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', back)
 
 
 def jobs_of(context: Context, node_id: int, status: int) -> List[int]:
@@ -28245,18 +28183,13 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
 
 
 def report_unwritten_data(session: Session, workflow_id: int) -> None:
-    """Warn of user data that jobs of this run have declared and not written."""
-    try:
-        events = session.items('list_events', workflow_id=workflow_id, category='user_data')
-        run_id = session.workflow(workflow_id)['run_id'] if events else 0
-    except TorcError:       # no server any more: the events are kept
-        return
-    found = [event['data'].get('message') for event in events if event['data'].get('run_id') == run_id]
-    for message in found[:CANDIDATES_SHOWN]:
-        session.report(f'warning: {message}')
-    if len(found) > CANDIDATES_SHOWN:
-        more = command_line(session, 'events', 'list', workflow_id, '--category', 'user_data')
-        session.report(f'and {len(found) - CANDIDATES_SHOWN} more: {more}')
+    """Warn of user data that completed jobs have declared as their output and not written."""
+    with contextlib.suppress(TorcError):        # no server any more
+        ids = session.call('list_missing_user_data', workflow_id=workflow_id)['user_data']
+        if ids:
+            items = session.items('list_user_data', workflow_id=workflow_id)
+            names = first_of([item['name'] for item in items if item['id'] in set(ids)], CANDIDATES_SHOWN)
+            session.report(f'warning: jobs have ended, and these user data have no value: {names}')
 
 
 REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no job could be claimed',
