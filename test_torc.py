@@ -132,6 +132,7 @@ import socket
 import sqlite3
 import ssl
 import stat
+import statistics
 import struct
 import subprocess
 import symtable
@@ -24594,17 +24595,8 @@ BORDERS = {
     'main': 'a bug becomes a traceback and exit 70',
 }
 
-# What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
 TORC_LINES = 33272
-LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
-FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
-LONG_LINES = {}     # type: Dict[int, int]
-LARGER = {}         # type: Dict[str, int]
-
-# Regular expressions that still stand in torc.py twice, and are to stand there once.
-TWICE = {r'"([^"\\]*(?:\\.[^"\\]*)*)"', r'[A-Za-z_][A-Za-z0-9_]*\Z', '[\x00\ud800-\udfff]', r'\{(\w+)\}', r'[0-9]{1,18}\Z'}
-CONSTANTS = (ast.Constant,) if sys.version_info >= (3, 8) else (ast.Str, ast.Bytes)
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
@@ -24687,23 +24679,6 @@ def top_number(number: str) -> int:
     return int(re.match(r'\d*', number).group() or 0)
 
 
-def last_line(node: Any) -> int:
-    """Last line on which a part of a node begins (Python 3.8 knows where it ends)."""
-    return max(getattr(part, 'lineno', 0) for part in ast.walk(node))
-
-
-def deepest_block(node: Any, depth: int = 0) -> int:
-    """How deep blocks stand in each other in a function; elif is not deeper, inner functions do not count."""
-    deepest = depth
-    for field, value in ast.iter_fields(node):
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, ast.AST) and not isinstance(part, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-                is_elif = isinstance(node, ast.If) and field == 'orelse' and isinstance(part, ast.If) and len(value) == 1
-                is_block = isinstance(part, (ast.If, ast.For, ast.While, ast.With, ast.Try)) and not is_elif
-                deepest = max(deepest, deepest_block(part, depth + is_block))
-    return deepest
-
-
 def line_is_top(line: str) -> bool:
     """Whether a ruler is a section's (double strokes), not a part's."""
     return line.startswith('# ==')
@@ -24765,18 +24740,6 @@ class CodeLaws(unittest.TestCase):
             numbers = [(top_number(ruler.number), ruler.number) for ruler in source.rulers if ruler.number[:1].isdigit()]
             self.assertEqual(sorted(set(numbers)), numbers, source.path)
 
-    def test_sections_of_the_tests_have_the_names_of_the_sections_they_test(self):
-        names = {ruler.number: ruler.name for ruler in self.torc.rulers}
-        for ruler in self.tests.rulers:
-            if ruler.number[:1].isdigit() and ruler.number != '0':
-                self.assertEqual(names.get(ruler.number), ruler.name)
-
-    def test_every_section_opens_with_a_preface(self):
-        for ruler in self.torc.rulers[1:]:
-            rest = self.torc.lines[ruler.line:]
-            lines = list(itertools.takewhile(lambda line: line.startswith('#'), rest))
-            self.assertTrue(2 <= len([line for line in lines if len(line) > 2]) <= 80, f'{ruler.name}: {len(lines)} lines of preface')
-
     def test_names_look_only_up_the_page(self):
         self.assertEqual([], uses_down_the_page(self.torc))
 
@@ -24819,11 +24782,6 @@ class CodeLaws(unittest.TestCase):
                 self.assertIn('#', self.torc.lines[node.lineno - 1], self.torc.place(node) + ': say why, beside it')
         self.assertEqual(set(BORDERS), found)
 
-    def test_a_silent_handler_says_why(self):
-        silent = [node for node in self.torc.walk(ast.ExceptHandler) if all(isinstance(part, ast.Pass) for part in node.body)]
-        bare = [node for node in silent if not any('#' in line for line in self.torc.lines[node.lineno - 1:node.body[-1].lineno])]
-        self.assertEqual([], [self.torc.place(node) for node in bare])
-
     def test_output_leaves_through_one_door(self):
         # What these write has become harmless; who prints, or writes to their streams, elsewhere would pass that by.
         doors, streams, found = {'Session', 'Progress'}, {'out', 'err', 'stdout', 'stderr', 'buffer'}, []
@@ -24865,19 +24823,6 @@ class CodeLaws(unittest.TestCase):
         self.assertEqual([], [self.torc.place(node) for node in calls if self.torc.section(node.lineno) not in SQL_SECTIONS])
         self.assertTrue(calls)
 
-    def test_nothing_below_main_ends_the_program(self):
-        calls = [node for node in self.torc.walk(ast.Attribute, ast.Name)
-                 if getattr(node, 'id', '') == 'SystemExit' or getattr(node, 'attr',
-                         '') == 'exit' and getattr(node.value, 'id', '') == 'sys']
-        self.assertEqual([], [self.torc.place(node) for node in calls if self.torc.section(node.lineno) not in ('Command table', 'Main', 'Page')])
-
-    def test_what_it_starts_of_itself_is_forked_and_not_compiled_again(self):
-        found = [node for node in self.torc.walk(ast.Attribute) if getattr(node.value, 'id', '') in ('sys', 'os')
-                 and (node.attr == 'executable' or node.attr.startswith('exec'))]
-        # a launcher starts the compiled module; nothing else may name the interpreter
-        starters = {'write_installation', 'cmd_install', 'pin_program', 'caller_of', 'SlurmStarter.start', 'launch_worker'}
-        self.assertEqual(starters, {self.torc.owner(node) for node in found})
-
     def test_the_standard_library_is_enough(self):
         known = getattr(sys, 'stdlib_module_names', None)
         for source in (self.torc, self.tests):
@@ -24887,11 +24832,6 @@ class CodeLaws(unittest.TestCase):
                 self.assertNotIn('site-packages', getattr(module, '__file__', None) or '', name)
                 self.assertTrue(known is None or name.split('.')[0] in known, name)
 
-    def test_imports_stand_at_the_top_one_a_line(self):
-        for node in self.torc.walk(ast.Import, ast.ImportFrom):
-            self.assertEqual('Head', self.torc.section(node.lineno), self.torc.place(node))
-            self.assertTrue(len(node.names) == 1 or node.module == 'typing', self.torc.place(node))
-
     def test_every_import_is_used(self):
         for source in (self.torc, self.tests):
             used = {node.id for node in source.walk(ast.Name)}
@@ -24899,32 +24839,6 @@ class CodeLaws(unittest.TestCase):
                     ast.ImportFrom) for alias in node.names}
             comments = ' '.join(re.findall(r'# type: (.*)', source.text))
             self.assertEqual([], sorted(name for name in imported - used if name not in comments), source.path)
-
-    def test_every_public_name_has_a_docstring(self):
-        bare = []
-        for node in self.torc.walk(ast.FunctionDef, ast.ClassDef):
-            is_local = isinstance(node.parent, ast.FunctionDef) or not isinstance(node.parent, (ast.Module, ast.ClassDef))
-            if not is_local and not node.name.startswith('_') and not ast.get_docstring(node):
-                bare.append(self.torc.place(node) + ' ' + node.name)
-        self.assertEqual([], bare)
-
-    def test_every_function_is_annotated(self):
-        bare = []
-        for node in self.torc.walk(ast.FunctionDef):
-            arguments = [argument for argument in node.args.args + node.args.kwonlyargs + [node.args.vararg, node.args.kwarg] if argument]
-            wanted = [argument for argument in arguments if argument.arg not in ('self', 'cls')]
-            if node.returns is None or any(argument.annotation is None for argument in wanted):
-                bare.append(self.torc.place(node) + ' ' + node.name)
-        self.assertEqual([], bare)
-
-    def test_no_name_is_a_word_that_says_nothing(self):
-        words = re.compile(r'(manager|helper|util)s?(_|$)|_(manager|helper|util)', re.IGNORECASE)
-        names = [node.name for node in self.torc.walk(ast.FunctionDef, ast.ClassDef)]
-        self.assertEqual([], [name for name in names if words.search(name)])
-
-    def test_what_is_listed_as_public_exists(self):
-        for name in torc.__all__:
-            self.assertTrue(inspect.getdoc(getattr(torc, name)), name)
 
     def test_every_test_asserts_something(self):
         classes = {node.name: node for node in self.tests.tree.body if isinstance(node, ast.ClassDef)}
@@ -24963,44 +24877,8 @@ class CodeLaws(unittest.TestCase):
                 found.add(self.tests.owner(node))
         self.assertEqual(set(PAUSES), found)
 
-    # -------- sizes --------
-
-    def test_lines_are_short(self):
-        found = collections.Counter(self.torc.number(line) for line, text in enumerate(self.torc.lines, 1) if len(text) > LINE_COLUMNS)
-        more = {number: count for number, count in found.items() if count > LONG_LINES.get(number, 0)}
-        self.assertEqual({}, more, f'more long lines than LONG_LINES allows; now there are {dict(found)}')
-
     def test_torc_py_has_no_more_lines_than_it_was_brought_to(self):
         self.assertLessEqual(len(self.torc.lines), TORC_LINES)
-
-    def test_sections_classes_and_functions_are_short(self):
-        rulers = self.torc.rulers
-        sizes = {f'section {ruler.number}': (after - ruler.line, SECTION_LINES) for ruler, after in
-                 zip(rulers, [ruler.line for ruler in rulers[1:]] + [len(self.torc.lines)])}
-        for node in self.torc.walk(ast.ClassDef):
-            sizes[f'class {node.name}'] = last_line(node) - node.lineno + 1, CLASS_LINES
-            sizes[f'methods of {node.name}'] = sum(isinstance(part, ast.FunctionDef) for part in node.body), CLASS_METHODS
-        for node in self.torc.walk(ast.FunctionDef):
-            name = f'{self.torc.owner(node)}.{node.name}'.lstrip('.')
-            sizes[f'function {name}'] = last_line(node) - node.lineno + 1, FUNCTION_LINES
-            sizes[f'parameters of {name}'] = len(node.args.args) + len(node.args.kwonlyargs), FUNCTION_PARAMETERS
-            sizes[f'nesting of {name}'] = deepest_block(node), FUNCTION_NESTING
-        self.assertEqual({}, {name: size for name, (size, limit) in sizes.items() if size > max(limit, LARGER.get(name, 0))})
-
-    def test_no_pattern_is_written_twice(self):
-        texts = collections.Counter()
-        for node in self.torc.walk(ast.Call):
-            name, owner = getattr(node.func, 'attr', getattr(node.func, 'id', '')), getattr(getattr(node.func, 'value', None), 'id', '')
-            if owner == 're' or name == 'Expression':
-                texts.update([ast.literal_eval(node.args[0])] if isinstance(node.args[0], CONSTANTS) else [])
-        self.assertEqual([], [text for text, count in texts.items() if count > 1 and text not in TWICE])
-        self.assertGreater(len(texts), 100)
-
-    def test_the_laws_of_sizes_see_a_breach(self):
-        text = ('def first() -> None:\n    while True:\n        if 1:\n            pass\n        elif 2:\n            with 3:\n'
-                '                pass\n        def inner() -> None:\n            if 1:\n                pass\n')
-        node = ast.parse(text).body[0]
-        self.assertEqual((3, 10), (deepest_block(node), last_line(node)))
 
     def test_it_compiles_on_the_floor(self):
         found = [sys.executable] if sys.version_info < (3, 7) else sorted(glob.glob(
@@ -25694,36 +25572,12 @@ class ExampleLaws(WorldTest):
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def table_markdown(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table."""
-    lines = [list(headers), ['---'] * len(headers)] + [[str(cell).replace('|', '\\|') for cell in row] for row in rows]
-    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
-
-
-class Sample(NamedTuple):
-    """One run of one contestant."""
-    wall_s: float
-    cpu_s: float
-
-
-class Contestant(NamedTuple):
-    """One way of doing a work."""
-    name: str
-    commands: Callable[[str], List[List[str]]]      # prepares a directory, returns what to run there, one after the other
-
-
 class Contest(NamedTuple):
-    """One work, the ways of doing it, and how often each has its turn. Ratios are to the first contestant."""
+    """One work and the ways of doing it. Ratios are to the first of them."""
     title: str
     count: int          # of jobs
     rounds: int
-    contestants: List[Contestant]
-
-
-def become_subreaper() -> None:
-    """Let orphaned descendants become children of this process, where the kernel knows how (Linux 3.4)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ways: List[Tuple[str, Callable[[str], List[List[str]]]]]    # name, what prepares a directory and returns what to run there
 
 
 def bench_environment(directory: str) -> Dict[str, str]:
@@ -25733,25 +25587,25 @@ def bench_environment(directory: str) -> Dict[str, str]:
     return environment
 
 
-def measured(argv: Sequence[str], directory: str, codes: Sequence[int] = (0,)) -> Tuple[Sample, str]:
-    """Run a program to its end, then wait for its orphans. Returns its times and its stdout."""
-    with tempfile.TemporaryFile() as out:
-        begun = time.perf_counter()
-        process = subprocess.Popen(argv, cwd=directory, env=bench_environment(directory),
-                                   stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        wall_s = time.perf_counter() - begun
-        process.returncode = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
-        cpu_s = usage.ru_utime + usage.ru_stime
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                usage = os.wait4(-1, 0)[2]
-                cpu_s += usage.ru_utime + usage.ru_stime
-        out.seek(0)
-        text = out.read().decode('utf-8', 'replace')
-    if process.returncode not in codes:
-        raise SystemExit(f'{" ".join(argv)}: exit {process.returncode}\n{text[-3000:]}')
-    return Sample(wall_s, cpu_s), text
+def measured(way: Callable[[str], List[List[str]]]) -> Tuple[float, float]:
+    """Run programs to their end in a fresh directory, and wait for their orphans. Seconds of wall time, of CPU time."""
+    wall_s = cpu_s = 0.0
+    with tempfile.TemporaryDirectory() as directory:
+        for argv in way(directory):
+            with open(os.path.join(directory, 'said'), 'wb') as out:
+                begun = time.perf_counter()
+                process = subprocess.Popen(argv, cwd=directory, env=bench_environment(directory), stdin=subprocess.DEVNULL,
+                                           stdout=out, stderr=subprocess.STDOUT)
+                _, status, usage = os.wait4(process.pid, 0)
+            wall_s += time.perf_counter() - begun
+            process.returncode = status
+            if status:
+                raise SystemExit(f'{" ".join(argv)}: wait status {status}\n{read_text(out.name)[-3000:]}')
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    cpu_s += usage.ru_utime + usage.ru_stime
+                    usage = os.wait4(-1, 0)[2]
+    return wall_s, cpu_s
 
 
 def write_file(directory: str, name: str, text: str) -> str:
@@ -25760,38 +25614,6 @@ def write_file(directory: str, name: str, text: str) -> str:
     with open(path, 'w') as file:
         file.write(text)
     return path
-
-
-# -------- the works --------
-
-def torc_runs(python: str, text: str, *flags: str) -> Callable[[str], List[List[str]]]:
-    """`torc.py run` of a workflow, two jobs at a time."""
-    def commands(directory: str) -> List[List[str]]:
-        return [[python, TORC, 'run', '--num-cpus', '2', '--memory-gb', '16', *flags, write_file(directory, 'spec.yaml', text)]]
-    return commands
-
-
-def xargs_runs(counts: Sequence[int], line: str) -> Callable[[str], List[List[str]]]:
-    """xargs, two at a time: as many calls of it as there are stages."""
-    def commands(directory: str) -> List[List[str]]:
-        os.mkdir(os.path.join(directory, 'out'))
-        stages = ' && '.join(f'seq -f s{stage}_%g {count} | xargs -P2 -I@ {line}' for stage, count in enumerate(counts))
-        return [['sh', '-c', stages]]
-    return commands
-
-
-def make_runs(counts: Sequence[int], recipe: str) -> Callable[[str], List[List[str]]]:
-    """make -j2 with a phony target a job; a stage waits for the one before."""
-    def commands(directory: str) -> List[List[str]]:
-        os.mkdir(os.path.join(directory, 'out'))
-        lines = ['all: ' + ' '.join(f'stage{stage}' for stage in range(len(counts)))]
-        for stage, count in enumerate(counts):
-            names = ' '.join(f's{stage}_{number}' for number in range(1, count + 1))
-            lines += [f'stage{stage}: {names}', f'{names}: {f"stage{stage - 1}" if stage else ""}',
-                      f'\t{recipe}', f'.PHONY: stage{stage} {names}']
-        write_file(directory, 'Makefile', '\n'.join(lines) + '\n')
-        return [['make', '-s', '-j2', 'all']]
-    return commands
 
 
 def staged_spec(counts: Sequence[int]) -> str:
@@ -25804,130 +25626,36 @@ def staged_spec(counts: Sequence[int]) -> str:
 
 
 def contest_of(title: str, counts: Sequence[int], rounds: int, pythons: Dict[str, str]) -> Contest:
-    """The same jobs by xargs, make and torc.py."""
-    files = "sh -c 'true >out/@.o 2>out/@.e'"
-    rivals = [Contestant('xargs -P2, output files', xargs_runs(counts, files)),
-              Contestant('xargs -P2, no files', xargs_runs(counts, 'true')),
-              Contestant('make -j2, output files', make_runs(counts, '@true >out/$@.o 2>out/$@.e'))]
-    ours = [Contestant(f'torc.py {name}', torc_runs(python, staged_spec(counts))) for name, python in pythons.items()]
-    return Contest(title, sum(counts), rounds, rivals + ours)
+    """The same jobs by xargs, make and torc.py, two at a time."""
+    def xargs(directory: str) -> List[List[str]]:
+        os.mkdir(os.path.join(directory, 'out'))
+        stages = (f"seq -f s{stage}_%g {count} | xargs -P2 -I@ sh -c 'true >out/@.o 2>out/@.e'" for stage, count in enumerate(counts))
+        return [['sh', '-c', ' && '.join(stages)]]
+
+    def make(directory: str) -> List[List[str]]:
+        os.mkdir(os.path.join(directory, 'out'))
+        lines = ['all: ' + ' '.join(f'stage{stage}' for stage in range(len(counts)))]
+        for stage, count in enumerate(counts):
+            names = ' '.join(f's{stage}_{number}' for number in range(1, count + 1))
+            lines += [f'stage{stage}: {names}', f'{names}: {f"stage{stage - 1}" if stage else ""}',
+                      '\t@true >out/$@.o 2>out/$@.e', f'.PHONY: stage{stage} {names}']
+        write_file(directory, 'Makefile', '\n'.join(lines) + '\n')
+        return [['make', '-s', '-j2', 'all']]
+
+    def torc_by(python: str) -> Callable[[str], List[List[str]]]:
+        return lambda directory: [[python, TORC, 'run', '--num-cpus', '2', '--memory-gb', '16',
+                                   write_file(directory, 'spec.yaml', staged_spec(counts))]]
+    return Contest(title, sum(counts), rounds, [('xargs -P2', xargs), ('make -j2', make), *(
+        (f'torc.py {name}', torc_by(python)) for name, python in pythons.items())])
 
 
 def creation_contest(count: int, rounds: int, pythons: Dict[str, str]) -> Contest:
     """Creating and initializing many jobs, two programs from start to exit."""
-    def commands_of(python: str) -> Callable[[str], List[List[str]]]:
-        def commands(directory: str) -> List[List[str]]:
-            path = write_file(directory, 'spec.yaml', staged_spec([count]))
-            return [[python, TORC, 'create', path], [python, TORC, 'workflows', 'init', '1']]
-        return commands
+    def creation_by(python: str) -> Callable[[str], List[List[str]]]:
+        return lambda directory: [[python, TORC, 'create', write_file(directory, 'spec.yaml', staged_spec([count]))],
+                                  [python, TORC, 'workflows', 'init', '1']]
     return Contest(f'create, then initialize {count:,} jobs', count, rounds,
-                   [Contestant(f'torc.py {name}', commands_of(python)) for name, python in pythons.items()])
-
-
-def barrier_contest(width: int, rounds: int, name: str, python: str) -> Contest:
-    """A barrier, created, initialized and passed; first as many jobs without it."""
-    ways = (('no barrier', [2 * width]), ('barrier', [width, width]))
-    return Contest(f'{width:,} x {width:,} barrier, {name}', 2 * width, rounds,
-                   [Contestant(f'torc.py {name}, {what}', torc_runs(python, staged_spec(counts))) for what, counts in ways])
-
-
-def contests(pythons: Dict[str, str], is_quick: bool) -> List[Contest]:
-    """All works that are whole programs."""
-    scale, rounds = (10, 1) if is_quick else (1, 5)
-    return [
-        contest_of('1 job', [1], rounds * 2, pythons),
-        contest_of(f'{1000 // scale:,} jobs of true', [1000 // scale], rounds, pythons),
-        contest_of(f'ten stages of {100 // scale}', [100 // scale] * 10, rounds, pythons),
-        contest_of(f'{10000 // scale:,} jobs of true', [10000 // scale], min(rounds, 3), pythons),
-        creation_contest(100000 // scale, min(rounds, 3), pythons),
-    ] + [barrier_contest(1000 // scale, min(rounds, 3), name, python) for name, python in pythons.items()]
-
-
-# -------- the server's work, seen from inside and over HTTP --------
-
-def store_figures(is_quick: bool) -> List[Tuple[str, str]]:
-    """Claims from many and few ready jobs, in this process: each its own transaction, on disk when it returns."""
-    rows = []
-    for count in (1000, 10000 if is_quick else 100000):
-        with tempfile.TemporaryDirectory() as directory:
-            store = torc.Store(os.path.join(directory, 'torc.db'))
-            workflow_id = ready_workflow(lambda op, params, body: call_in_transaction(store, op, params, body), count)
-            free = {'num_cpus': 10, 'num_gpus': 0, 'num_nodes': 1, 'memory_gb': 10.0}
-            calls = (('by resources', 'claim_jobs_based_on_resources', {'id': workflow_id, 'limit': 10}, free),
-                     ('by queue', 'claim_next_jobs', {'id': workflow_id, 'limit': 10}, None))
-            for what, op, params, body in calls:
-                times = []
-                for _ in range(40):
-                    begun = time.perf_counter()
-                    answer = call_in_transaction(store, op, dict(params), body)
-                    times.append((time.perf_counter() - begun) * 1000)
-                    assert len(answer['jobs']) == 10, answer
-                times.sort()
-                rows.append((f'claim 10 of {count:,} ready jobs, {what}', f'{times[len(times) // 2]:.2f} ms (p95 {times[-2]:.2f})'))
-            rows += apply_figures(store, count)
-            store.close()
-    return rows
-
-
-def apply_figures(store: Any, count: int) -> List[Tuple[str, str]]:
-    """Let a workflow of as many jobs follow its file: as it is, and with another command for every job."""
-    rows = []
-    workflow_id = ready_workflow(lambda op, params, body: call_in_transaction(store, op, params, body), count)
-    for what, command in (('as it is', ''), ('edited everywhere', ' ')):
-        body = json.loads(json.dumps(plan_body(count)))
-        for job in body['jobs']:
-            job[1] += command
-        begun = time.perf_counter()
-        answer = call_in_transaction(store, 'apply_spec', {'id': workflow_id}, body)
-        rows.append((f'apply a file of {count:,} jobs, {what}', f'{time.perf_counter() - begun:.2f} s'))
-        assert (len(answer['to_run']), bool(answer['changes'])) == (count, bool(command)), answer
-    return rows
-
-
-def call_in_transaction(store: Any, op: str, params: Dict[str, Any], body: Any) -> Any:
-    """One operation in a transaction of its own."""
-    with store.transaction():
-        return torc.call_operation(torc.Service(store).context(), op, params, body)
-
-
-def ready_workflow(call: Callable[[str, Dict[str, Any], Any], Any], count: int) -> int:
-    """Create and initialize a workflow of as many jobs."""
-    text = staged_spec([count])
-    plan = torc.read_plan(torc.read_document(text.encode(), 'spec.yaml'), '.')
-    workflow_id = call('create_workflow_from_spec', {}, json.loads(json.dumps(plan.body)))['workflow_id']
-    call('initialize_jobs', {'id': workflow_id}, None)
-    return workflow_id
-
-
-class Wire:
-    """A kept-alive connection that speaks just enough HTTP, so that the client's share of a measurement is small."""
-
-    def __init__(self, url: str, token: str, client: Optional[socket.socket] = None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        self.prefix, self.host = parts.path, parts.netloc
-        self.socket = client or socket.create_connection((parts.hostname, parts.port))
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.file = self.socket.makefile('rb')
-        self.token = token
-
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """One request; its answer's JSON."""
-        data = b'' if body is None else json.dumps(body).encode()
-        head = f'{method} {self.prefix}{path} HTTP/1.1\r\nHost: {self.host}\r\nAuthorization: Bearer {self.token}\r\n'
-        self.socket.sendall((head + f'Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n').encode() + data)
-        status = int(self.file.readline().split()[1])
-        length = 0
-        for line in iter(self.file.readline, b'\r\n'):
-            if line.lower().startswith(b'content-length:'):
-                length = int(line.split(b':')[1])
-        text = self.file.read(length)
-        assert status == 200, (status, text[:500])
-        return json.loads(text.decode()) if text else None
-
-    def close(self) -> None:
-        """Hang up."""
-        self.file.close()
-        self.socket.close()
+                   [(f'torc.py {name}', creation_by(python)) for name, python in pythons.items()])
 
 
 def completion_of(job_id: int, workflow_id: int, node_id: int) -> Dict[str, Any]:
@@ -25936,66 +25664,36 @@ def completion_of(job_id: int, workflow_id: int, node_id: int) -> Dict[str, Any]
             'exec_time_minutes': 0.01, 'completion_time': '2026-11-21T12:00:00.000Z', 'status': 'completed'}
 
 
-def server_figures(python: str, is_quick: bool) -> List[Tuple[str, str]]:
-    """Completions over HTTP by one client, on disk before they are answered; memory with many jobs stored."""
-    count, stored = (400, 30000) if is_quick else (4000, 300000)
+def server_figures(python: str, count: int) -> List[Tuple[str, str]]:
+    """Ends of jobs that one client reports over HTTP, on disk before they are answered: one a request, a hundred a request."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        stem = os.path.join(directory, 'serve')
-        server = Background([python, TORC, 'serve', '--port', '0', '--db',
-                             os.path.join(directory, 'torc.db')], directory, bench_environment(directory),
-                            stem)
+        database = os.path.join(directory, 'torc.db')
+        server = Background([python, TORC, 'serve', '--port', '0', '--db', database], directory, bench_environment(directory), database)
         try:
             url = wait_for_line(server)
-            with open(glob.glob(os.path.join(directory, '*.token'))[0]) as file:
-                wire = Wire(url, file.read().strip())
-            rows += completion_figures(wire, server, count)
-            workflow_id = wire.ask('POST', '/workflows/from_spec', plan_body(stored - 3 * count))['workflow_id']
-            wire.ask('POST', f'/workflows/{workflow_id}/initialize_jobs')
-            wire.close()
-            status = read_text(f'/proc/{server.pid}/status')
-            peak, now = (int(re.search(name + r':\s*(\d+) kB', status).group(1)) // 1024 for name in ('VmHWM', 'VmRSS'))
-            rows.append((f"server's memory with {stored:,} jobs stored", f'{now} MB (peak {peak} MB)'))
+            with torc.Client.connect(url=url, token_file=database + '.token') as client:
+                plan = torc.read_plan(torc.read_document(staged_spec([3 * count]).encode(), 'spec.yaml'), '.')
+                workflow_id = client.call('create_workflow_from_spec', plan.body)['workflow_id']
+                client.call('initialize_jobs', id=workflow_id)
+                node = client.call('create_compute_node', {
+                    'workflow_id': workflow_id, 'hostname': 'bench', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z',
+                    'is_active': True, 'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})['id']
+                jobs = []   # type: List[int]
+                while len(jobs) < 3 * count:
+                    jobs += [job['id'] for job in client.call('claim_next_jobs', id=workflow_id, limit=1000)['jobs']]
+                ends = [completion_of(job_id, workflow_id, node) for job_id in jobs]
+                for size, part in ((1, ends[:count]), (100, ends[count:])):
+                    begun, used = time.perf_counter(), cpu_of(server.pid)
+                    for start in range(0, len(part), size):
+                        entries = [{'job_id': end['job_id'], 'status': 'completed', 'run_id': 1, 'result': end} for end in part[start:start + size]]
+                        client.call('batch_complete_jobs', {'completions': entries}, id=workflow_id)
+                    wall_s, cpu_s = time.perf_counter() - begun, cpu_of(server.pid) - used
+                    rows.append((f'ends, {size} a request', f'{len(part) / wall_s:,.0f}/s (server CPU {cpu_s / len(part) * 1e6:.0f} us each)'))
         finally:
             server.send(signal.SIGTERM)
             server.finish(20)
     return rows
-
-
-def plan_body(count: int) -> Any:
-    """Request that creates as many jobs."""
-    return torc.read_plan(torc.read_document(staged_spec([count]).encode(), 'spec.yaml'), '.').body
-
-
-def completion_figures(wire: Wire, server: Background, count: int) -> List[Tuple[str, str]]:
-    """Completions a second: one a request, then a hundred a request."""
-    workflow_id = wire.ask('POST', '/workflows/from_spec', plan_body(3 * count))['workflow_id']
-    wire.ask('POST', f'/workflows/{workflow_id}/initialize_jobs')
-    node = wire.ask('POST', '/compute_nodes', {
-        'workflow_id': workflow_id, 'hostname': 'bench', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z', 'is_active': True,
-        'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})['id']
-    jobs = []
-    while len(jobs) < 3 * count:
-        jobs += [job['id'] for job in wire.ask('POST', f'/workflows/{workflow_id}/claim_next_jobs?limit=1000')['jobs']]
-    rows = []
-    singles, batched = jobs[:count], jobs[count:]
-    begun, used = time.perf_counter(), cpu_of(server.pid)
-    for job_id in singles:
-        wire.ask('POST', f'/jobs/{job_id}/complete_job/completed/1', completion_of(job_id, workflow_id, node))
-    rows.append(rate_row('completions, one a request', count, begun, cpu_of(server.pid) - used))
-    begun, used = time.perf_counter(), cpu_of(server.pid)
-    for start in range(0, len(batched), 100):
-        entries = [{'job_id': job_id, 'status': 'completed', 'run_id': 1, 'result': completion_of(job_id, workflow_id, node)}
-                   for job_id in batched[start:start + 100]]
-        wire.ask('POST', f'/workflows/{workflow_id}/batch_complete_jobs', {'completions': entries})
-    rows.append(rate_row('completions, a hundred a request', len(batched), begun, cpu_of(server.pid) - used))
-    return rows
-
-
-def rate_row(title: str, count: int, begun: float, cpu_s: float) -> Tuple[str, str]:
-    """'5,000 a second', and what the server's CPU spent on each."""
-    wall_s = time.perf_counter() - begun
-    return title, f'{count / wall_s:,.0f}/s (server CPU {cpu_s / count * 1e6:.0f} us each)'
 
 
 def cpu_of(pid: int) -> float:
@@ -26015,233 +25713,30 @@ def wait_for_line(server: Background) -> str:
     raise AssertionError(f'no server: {server}')
 
 
-# -------- many connections --------
-#
-# One loop with epoll holds all connections, each with one request under way: as soon as it is answered the next one goes out. Its own
-# CPU time for a request is told beside the server's: the server is what is measured while that is the smaller one (two cores).
-
-CONNECTIONS = (1, 16, 256, 1000)
-LOAD_S = 3.0
-
-
-class Caller:
-    """One kept-alive connection of a load. `kind` is a row of LOADS."""
-
-    def __init__(self, client: socket.socket, load: 'Load', number: int) -> None:
-        self.socket, self.load, self.number = client, load, number
-        self.node_id = 0            # of the compute node that it plays, for those that need one
-        self.jobs = []              # type: List[int]  # claimed, not yet completed
-        self.received = b''
-        self.sent_at = 0.0
-
-    def send(self, method: str, path: str, body: Any = None) -> None:
-        """Let a request go out."""
-        data = b'' if body is None else json.dumps(body).encode()
-        head = f'{method} {self.load.prefix}{path} HTTP/1.1\r\n{self.load.fields}Content-Length: {len(data)}\r\n\r\n'
-        self.sent_at = time.perf_counter()
-        self.socket.sendall(head.encode() + data)
-
-    def receive(self) -> Optional[bytes]:
-        """Body of the answer, once it is whole."""
-        self.received += self.socket.recv(65536)
-        head, found, body = self.received.partition(b'\r\n\r\n')
-        if not found or len(body) < int(head[head.index(b'content-length: ') + 16:].split(b'\r', 1)[0]):
-            return None
-        assert head.startswith(b'HTTP/1.1 200'), self.received[:1000]
-        self.received = b''
-        return body
-
-    def ask_ping(self, answer: bytes) -> None:
-        """The least that can be asked."""
-        self.send('GET', '/ping')
-
-    def ask_pair(self, answer: bytes) -> None:
-        """A claim, then a completion: two requests."""
-        if self.jobs:
-            end = completion_of(self.jobs.pop(), self.load.workflow_id, self.load.node_id)
-            self.send('POST', f'/jobs/{end["job_id"]}/complete_job/completed/1', end)
-        elif self.is_claiming:
-            self.jobs = [job['id'] for job in json.loads(answer.decode())['jobs']]
-            assert self.jobs, 'no jobs are left'
-            self.is_claiming = False
-            self.ask_pair(b'')
-        else:
-            self.is_claiming = True
-            self.send('POST', f'/workflows/{self.load.workflow_id}/claim_next_jobs?limit=1')
-
-    is_claiming = False
-
-    def ask_sync(self, answer: bytes) -> None:
-        """A runner's turn: the end of one job, and the claim of the next."""
-        if answer:
-            self.jobs = [job['id'] for job in json.loads(answer.decode())['jobs']]
-            assert self.jobs, 'no jobs are left'
-        moment = '2026-11-21T12:00:00.000Z'
-        ends = [{'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed',
-                 'exec_time_minutes': 0.01, 'completion_time': moment} for job_id in self.jobs]
-        want = {'strategy': 'resources', 'limit': 1, 'nodes': [[2, 8 << 30, 0]]}
-        self.send('POST', f'/workflows/{self.load.workflow_id}/runner_sync', {
-            'compute_node_id': self.load.node_id, 'run_id': 1, 'completions': ends,
-            'started': [[job_id, 1, moment] for job_id in self.jobs], 'want': want})
-
-
-LOADS = (('GET /ping', Caller.ask_ping), ('claim, then complete', Caller.ask_pair), ('runner_sync: one end, one claim', Caller.ask_sync))
-
-
-class Load:
-    """A server, and connections that keep it busy."""
-
-    def __init__(self, url: str, token: str, tls: Any = None) -> None:
-        self.url, self.token, self.tls = urllib.parse.urlsplit(url), token, tls
-        self.prefix = self.url.path
-        self.fields = f'Host: {self.url.netloc}\r\nAuthorization: Bearer {token}\r\n'
-        self.workflow_id = self.node_id = 0
-
-    def connect(self) -> socket.socket:
-        """One connection."""
-        client = socket.create_connection((self.url.hostname, self.url.port))
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return self.tls.wrap_socket(client, server_hostname='localhost') if self.tls else client
-
-    def prepare(self, count: int) -> None:
-        """Jobs to be claimed, and a node that claims them."""
-        wire = Wire(self.url.geturl(), self.token, self.connect())
-        self.workflow_id = wire.ask('POST', '/workflows/from_spec', plan_body(count))['workflow_id']
-        wire.ask('POST', f'/workflows/{self.workflow_id}/initialize_jobs')
-        self.node_id = wire.ask('POST', '/compute_nodes', {
-            'workflow_id': self.workflow_id, 'hostname': 'bench', 'pid': os.getpid(),
-            'start_time': '2026-11-21T12:00:00.000Z', 'is_active': True,
-            'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})['id']
-        wire.close()
-
-    def run(self, ask: Callable[[Caller, bytes], None], connections: int, seconds: float, server_pid: int) -> str:
-        """Keep so many connections busy for a while; what came of it."""
-        callers = {}    # type: Dict[int, Caller]
-        poll = select.epoll()
-        for number in range(connections):
-            caller = Caller(self.connect(), self, number)
-            callers[caller.socket.fileno()] = caller
-            poll.register(caller.socket.fileno(), select.EPOLLIN)
-        waits, begun = [], time.perf_counter()      # type: List[float], float
-        own_s, server_s = time.process_time(), cpu_of(server_pid)
-        for caller in callers.values():
-            ask(caller, b'')
-        while time.perf_counter() - begun < seconds:
-            for number, _ in poll.poll(1):
-                caller = callers[number]
-                answer = caller.receive()
-                if answer is not None:
-                    waits.append(time.perf_counter() - caller.sent_at)
-                    ask(caller, answer)
-        wall_s, own_s, server_s = time.perf_counter() - begun, time.process_time() - own_s, cpu_of(server_pid) - server_s
-        for caller in callers.values():
-            caller.socket.close()
-        poll.close()
-        waits.sort()
-        return (f'{len(waits) / wall_s:,.0f}/s, {waits[len(waits) // 2] * 1e3:.2f} / {waits[int(len(waits) * 0.99)] * 1e3:.2f} ms, '
-                f'CPU {server_s / len(waits) * 1e6:.0f} + {own_s / len(waits) * 1e6:.0f} us')
-
-
-def load_figures(python: str, is_tls: bool, is_quick: bool) -> List[Tuple[str, str]]:
-    """All loads with all numbers of connections on one server: title, figures."""
-    rows, seconds = [], 0.5 if is_quick else LOAD_S
-    with tempfile.TemporaryDirectory() as directory:
-        flags, tls = [], None
-        if is_tls:
-            key, certificate = write_file(directory, 'key.pem', TLS_KEY), write_file(directory, 'good.pem', TLS_CERTIFICATES['good'])
-            os.chmod(key, 0o600)
-            flags, tls = ['--tls-cert', certificate, '--tls-key', key], ssl.create_default_context(cafile=certificate)
-        server = Background([python, TORC, 'serve', '--port', '0', '--db', os.path.join(directory, 'torc.db'),
-                             *flags], directory, bench_environment(directory),
-                            os.path.join(directory, 'serve'))
-        try:
-            url = wait_for_line(server)
-            load = Load(url, read_text(os.path.join(directory, 'torc.db.token')).strip(), tls)
-            for title, ask in LOADS:
-                for connections in CONNECTIONS:
-                    if ask is not Caller.ask_ping:
-                        load.prepare(int(seconds * 6000) + connections)
-                    rows.append((f'{title}; {connections:,} open', load.run(ask, connections, seconds, server.pid)))
-                    print(f'{python_name(python)}{" TLS" if is_tls else ""}: {rows[-1]}', file=sys.stderr)
-        finally:
-            server.send(signal.SIGTERM)
-            server.finish(20)
-    return rows
-
-
-def load_table(names: Dict[str, str], is_quick: bool) -> str:
-    """Requests a second, by number of connections, transport and interpreter."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    columns = [(name, load_figures(python, False, is_quick)) for name, python in names.items()]
-    first, python = list(names.items())[0]
-    columns.insert(1, (f'{first}, TLS', load_figures(python, True, is_quick)))
-    rows = [[titles[0][0]] + [figure for _, figure in titles] for titles in zip(*(rows for _, rows in columns))]
-    return table_markdown(['kept-alive connections: requests/s, median / p99, CPU of server + client for a request'] + [name for name, _ in columns], rows)
-
-
-# -------- the report --------
-
 def run_bench(pythons: Sequence[str], is_quick: bool, parts: Sequence[str]) -> int:
     """`test_torc.py bench [PART...]`: parts are words of the works' titles, or `server`."""
-    if list(parts) == ['store-figures']:        # asked of another interpreter, below
-        print(json.dumps(store_figures(is_quick)))
-        return 0
-    become_subreaper()
-    names = {python_name(python): python for python in pythons}
-    chosen = [contest for contest in contests(names, is_quick) if not parts or any(part in contest.title for part in parts)]
-    samples = collections.defaultdict(list)     # type: Dict[Tuple[str, str], List[Sample]]
-    for number in range(max([contest.rounds for contest in chosen] or [0])):
-        for contest in chosen:
-            for contestant in contest.contestants if number < contest.rounds else ():
-                samples[contest.title, contestant.name].append(one_turn(contestant))
-                print(f'round {number + 1}: {contest.title}: {contestant.name}: {samples[contest.title, contestant.name][-1].wall_s:.3f} s', file=sys.stderr)
-    print(f'{os.cpu_count()} CPUs, {platform.system()} {platform.release()}; medians, least in brackets\n')
-    rows = []
-    for contest in chosen:
-        rows += contest_rows(contest, [samples[contest.title, contestant.name] for contestant in contest.contestants])
-    print(table_markdown(('work', 'who', 'wall s', 'CPU s', 'jobs/s', 'wall ratio', 'CPU ratio'), rows))
-    if not parts or 'server' in parts:
-        print('\n' + table_markdown(['server'] + list(names), figures_by_name(names, is_quick)))
-        print('\n' + load_table(names, is_quick))
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    names = {subprocess.check_output([python, '-c', 'import platform; print(platform.python_version())']).decode().strip(): python
+             for python in pythons}
+    scale, rounds = (10, 1) if is_quick else (1, 5)
+    contests = [contest_of('1 job', [1], rounds * 2, names),
+                contest_of(f'{1000 // scale:,} jobs of true', [1000 // scale], rounds, names),
+                contest_of(f'ten stages of {100 // scale}', [100 // scale] * 10, rounds, names),
+                creation_contest(100000 // scale, min(rounds, 3), names)]
+    print(f'{os.cpu_count()} CPUs, {platform.system()} {platform.release()}; medians of seconds')
+    for contest in contests:
+        if parts and not any(part in contest.title for part in parts):
+            continue
+        samples = [[measured(way) for _, way in contest.ways] for _ in range(contest.rounds)]
+        print(f'\n{contest.title:40}    wall     CPU  jobs/s  wall ratio')
+        walls = [statistics.median(row[number][0] for row in samples) for number in range(len(contest.ways))]
+        for number, (name, _) in enumerate(contest.ways):
+            cpu_s = statistics.median(row[number][1] for row in samples)
+            print(f'  {name:38}{walls[number]:8.3f}{cpu_s:8.2f}{contest.count / walls[number]:8,.0f}{walls[number] / walls[0]:12.2f}', flush=True)
+    for name, python in names.items() if not parts or 'server' in parts else ():
+        print(f'\nserver, {name}', *(f'  {title:38}{figure}' for title, figure in server_figures(python, 400 if is_quick else 4000)), sep='\n')
     return 0
-
-
-def python_name(python: str) -> str:
-    """'3.11.7' for an interpreter."""
-    return subprocess.run([python, '-c', 'import platform; print(platform.python_version())'], stdout=subprocess.PIPE, check=True,
-                          encoding='utf-8').stdout.strip()
-
-
-def one_turn(contestant: Contestant) -> Sample:
-    """One run in a fresh directory."""
-    with tempfile.TemporaryDirectory() as directory:
-        samples = [measured(argv, directory)[0] for argv in contestant.commands(directory)]
-    return Sample(sum(sample.wall_s for sample in samples), sum(sample.cpu_s for sample in samples))
-
-
-def contest_rows(contest: Contest, results: Sequence[Sequence[Sample]]) -> List[List[str]]:
-    """The report's lines of one work."""
-    def median(values: Iterable[float]) -> float:
-        ordered = sorted(values)
-        return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-    rows, first = [], None
-    for contestant, samples in zip(contest.contestants, results):
-        wall_s, cpu_s = median(sample.wall_s for sample in samples), median(sample.cpu_s for sample in samples)
-        first = first or (wall_s, cpu_s)
-        rows.append([contest.title, contestant.name, f'{wall_s:.3f} ({min(sample.wall_s for sample in samples):.3f})', f'{cpu_s:.2f}',
-                     f'{contest.count / wall_s:,.0f}', f'{wall_s / first[0]:.2f}', f'{cpu_s / max(first[1], 0.001):.2f}'])
-    return rows
-
-
-def figures_by_name(names: Dict[str, str], is_quick: bool) -> List[List[str]]:
-    """Claims, completions and memory: a line each, a column for each interpreter."""
-    columns = []
-    for python in names.values():
-        argv = [python, os.path.abspath(__file__), 'bench', 'store-figures'] + (['--quick'] if is_quick else [])
-        inside = subprocess.run(argv, stdout=subprocess.PIPE, check=True, encoding='utf-8').stdout
-        columns.append([tuple(row) for row in json.loads(inside)] + server_figures(python, is_quick))
-    return [[titles[0][0]] + [figure for _, figure in titles] for titles in zip(*columns)]
 
 
 # ======== Main: choosing, running and counting ========
