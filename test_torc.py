@@ -17723,14 +17723,14 @@ def write_series(path: str, jobs: Dict[int, Tuple[str, Sequence[Sequence[Any]]]]
 
 class PlotTest(WorldTest):
     """Time series become figures, and pages that draw them without network."""
+    RAMP = [(second, 50.0 + second, second * 2 ** 20, 1 + second // 50) for second in range(0, 101, 10)]
+    JOBS = {1: ('first', RAMP), 2: ('second <b>&"\x1b[31m', RAMP[:3])}
 
     def series(self, name: str = 'resource_metrics_h_wf1_r1.db', **how: Any) -> str:
         """A database with two jobs and a node, or other ones."""
-        ramp = [(second, 50.0 + second, second * 2 ** 20, 1 + second // 50) for second in range(0, 101, 10)]
-        jobs = {1: ('first', ramp), 2: ('second <b>&"\x1b[31m', ramp[:3])}
         nodes = [(second, 40.0, 4 * GIB, 16 * GIB) for second in range(0, 101, 10)]
         return write_series(self.world.path('series', name), **dict(
-            {'jobs': jobs, 'nodes': nodes, 'summary': (11, 90.0, 40.0, 5 * GIB, 4 * GIB)}, **how))
+            {'jobs': self.JOBS, 'nodes': nodes, 'summary': (11, 90.0, 40.0, 5 * GIB, 4 * GIB)}, **how))
 
     def plot(self, *paths: str, **how: Any) -> Dict[str, Any]:
         """What the scripts of pages draw, by name."""
@@ -17743,161 +17743,100 @@ class PlotTest(WorldTest):
             found[os.path.basename(path)[:-5]] = json.loads(script.group(1))
         return found
 
-    def facts(self, page: Dict[str, Any]) -> str:
-        """The line below the title of a page."""
-        return page['layout']['title']['subtitle']['text']
+    def traces(self, page: Dict[str, Any]) -> List[Tuple[Any, ...]]:
+        """Panel, name and values of each trace of a figure."""
+        return [(trace['yaxis'], trace['name'], trace['y']) for trace in page['data']]
 
-    def test_there_is_a_page_for_each_job_all_jobs_and_the_nodes(self):
-        pages = self.plot()
-        self.assertEqual(['cpu_all_jobs', 'job_1', 'job_2', 'memory_all_jobs', 'summary', 'system_summary', 'system_timeline'], sorted(pages))
-        self.assertEqual('Job 2: second <b>&"\\x1b[31m', pages['job_2']['layout']['title']['text'])
-        for path in torc.write_plots([self.series()], self.world.path('plots'), form='json'):
-            page = pages[os.path.basename(path)[:-5]]
-            self.assertEqual({'data': page['data'], 'layout': page['layout']}, json.loads(read_text(path)))
-
-    def test_a_page_asks_for_nothing_and_takes_text_for_text(self):
+    def test_each_job_all_jobs_and_the_nodes_have_a_page_that_asks_for_nothing_and_takes_text_for_text(self):
+        pages = self.plot(prefix='p')
+        self.assertEqual(['p_cpu_all_jobs', 'p_job_1', 'p_job_2', 'p_memory_all_jobs', 'p_summary', 'p_system_summary', 'p_system_timeline'], sorted(pages))
+        for path in torc.write_plots([self.series()], self.world.path('plots'), 'p', 'json'):
+            self.assertEqual(pages[os.path.basename(path)[:-5]], json.loads(read_text(path)))
+        second, page = 'second <b>&"\\x1b[31m', pages['p_job_1']
+        self.assertEqual('Job 2: ' + second, pages['p_job_2']['layout']['title']['text'])
+        memory = [number * 2 ** 20 for number in range(0, 101, 10)]
+        self.assertEqual([('y', 'CPU (100% is one core): h_wf1_r1', [50.0 + second for second in range(0, 101, 10)]), ('y2', 'Memory: h_wf1_r1', memory),
+                          ('y3', 'Processes: h_wf1_r1', [1.0] * 5 + [2.0] * 5 + [3.0])], self.traces(page))
+        self.assertEqual([torc.format_time(SERIES_BEGIN + number) for number in range(0, 101, 10)], page['data'][0]['x'])
+        self.assertEqual([('CPU (100% is one core)', '%'), ('Memory', 'B'), ('Processes', '')], [
+            (axis['title']['text'], axis['ticksuffix']) for axis in (page['layout']['yaxis' + number] for number in ('', '2', '3'))])
+        self.assertRegex(page['layout']['title']['subtitle']['text'],
+                         r'^11 samples in 1m 40s from 2026-\S+ \S+ \S+; CPU: peak 150%, average 100%; memory: peak 100.0 MB, average 50.0 MB$')
+        self.assertEqual([('y', 'Peak memory', [100 * 2 ** 20, 20 * 2 ** 20]), ('y2', 'Peak CPU', [150, 70])], self.traces(pages['p_summary']))
+        self.assertEqual(['first', second], pages['p_summary']['data'][0]['x'])
+        self.assertEqual([('y', 'Peak CPU percent', [90]), ('y', 'Average CPU percent', [40]), ('y2', 'Peak memory', [5 * GIB]), ('y2', 'Average memory', [4 * GIB])],
+                         self.traces(pages['p_system_summary']))
+        self.assertEqual([('y', 'CPU (of all cores): h_wf1_r1', [40.0] * 11), ('y2', 'Memory: h_wf1_r1', [4 * GIB] * 11)], self.traces(pages['p_system_timeline']))
         name = "const SVG = 'http://www.w3.org/2000/svg';"
         self.assertIsNone(re.search(r'https?:|["\'(]//|url\(|@import|src=|<link|fetch\(|innerHTML|outerHTML|document\.write|eval\(',
                                     torc.PLOT_PAGE.replace(name, '', 1)))
 
-    def test_a_jobs_page_has_cpu_memory_and_processes(self):
-        page = self.plot(limits={1: {'memory': GIB}})['job_1']
-        times = [torc.format_time(SERIES_BEGIN + second) for second in range(0, 101, 10)]
-        first = {'type': 'scatter', 'mode': 'lines', 'x': times}
-        self.assertEqual([
-            dict(first, name='CPU (100% is one core): h_wf1_r1', y=[50.0 + second for second in range(0, 101, 10)], yaxis='y'),
-            dict(first, name='Memory: h_wf1_r1', y=[second * 2 ** 20 for second in range(0, 101, 10)], yaxis='y2'),
-            dict(first, name='Memory: asked for: 1.00 GB', x=[times[0], times[-1]], y=[GIB, GIB], meta='limit', yaxis='y2'),
-            dict(first, name='Processes: h_wf1_r1', y=[1.0] * 5 + [2.0] * 5 + [3.0], yaxis='y3')], page['data'])
-        self.assertEqual([('CPU (100% is one core)', '%'), ('Memory', 'B'), ('Processes', '')], [
-            (axis['title']['text'], axis['ticksuffix']) for axis in (page['layout']['yaxis' + number] for number in ('', '2', '3'))])
-        self.assertRegex(self.facts(page), r'^11 samples in 1m 40s from 2026-\S+ \S+ \S+; CPU: peak 150%, average 100%; '
-                                           r'memory: peak 100.0 MB, average 50.0 MB$')
-
-    def test_the_overview_shows_peaks_beside_limits_and_leads_to_the_jobs(self):
-        page = self.plot(limits={1: {'memory': 50 * 2 ** 20, 'cpu': 200.0}, 2: {}}, prefix='p')['p_summary']
-        names = ['first', 'second <b>&"\\x1b[31m']
-        self.assertEqual([('bar', 'Peak memory', names, [100 * 2 ** 20, 20 * 2 ** 20], None, 'y'),
-                          ('bar', 'Limit of memory', names, [50 * 2 ** 20, None], 'limit', 'y'),
-                          ('bar', 'Peak CPU', names, [150, 70], None, 'y2'), ('bar', 'Limit of CPU', names, [200, None], 'limit', 'y2')],
-                         [tuple(map(trace.get, ('type', 'name', 'x', 'y', 'meta', 'yaxis'))) for trace in page['data']])
-        self.assertEqual('2 jobs; 1 used more than asked for', self.facts(page))
-        self.assertEqual([
-            ['Job', 'Samples', 'Peak memory', 'Average', 'Asked for', 'Peak CPU', 'Average', 'Asked for', 'Processes'],
-            ['first (1)', '11', '100.0 MB', '50.0 MB', '50.0 MB', '150%', '100%', '200%', '3'],
-            [names[1] + ' (2)', '3', '20.0 MB', '10.0 MB', '', '70%', '60%', '', '1']], [[cell['text'] for cell in row] for row in page['table']])
-        self.assertEqual(['p_job_1.html', 'p_job_2.html'], [row[0]['href'] for row in page['table'][1:]])
-        self.assertEqual([2], [place for place, cell in enumerate(page['table'][1]) if cell.get('is_over')])
-        free = self.plot()['summary']
-        self.assertEqual(['Peak memory', 'Peak CPU'], [trace['name'] for trace in free['data']])
-
-    def test_the_peak_of_memory_is_that_of_the_results(self):
-        path, other = self.series(), self.series('resource_metrics_g_wf1_r1.db')
+    def test_attempts_on_several_nodes_are_lines_of_their_own_and_the_peak_of_memory_is_that_of_the_results(self):
+        path, other = self.series(), self.series('resource_metrics_g_wf1_r1.db', nodes=[], summary=(), jobs={1: ('first', [(500, 10.0, GIB, 1), (510, 20.0, GIB, 1)])})
         with contextlib.closing(sqlite3.connect(path)) as database, database:
             database.execute('ALTER TABLE job_metadata ADD COLUMN peak_memory_bytes INTEGER')
             database.execute('UPDATE job_metadata SET peak_memory_bytes = CASE job_id WHEN 1 THEN ? ELSE 1 END', (3 * GIB,))
         pages = self.plot(path, other)
-        self.assertIn('memory: peak 3.00 GB, average 50.0 MB', self.facts(pages['job_1']))
-        self.assertIn('memory: peak 20.0 MB,', self.facts(pages['job_2']))
-        self.assertEqual([3 * GIB, 20 * 2 ** 20], pages['summary']['data'][0]['y'])
-
-    def test_a_peak_survives_however_many_samples_there_are(self):
-        samples = [(second, 10.0, 2 ** 20, 1) for second in range(10000)]
-        samples[7171] = (7171, 999.0, 7 * GIB, 1)
-        page = self.plot(self.series(jobs={1: ('long', samples)}))['job_1']
-        cpu = page['data'][0]
-        self.assertLess(len(cpu['x']), 2000)
-        self.assertEqual([torc.format_time(SERIES_BEGIN + 7171)], [when for when, value in zip(cpu['x'], cpu['y']) if value == 999])
-        self.assertIn('CPU: peak 999%', self.facts(page))
-
-    def test_a_line_is_broken_where_nothing_was_measured_for_long(self):
-        samples = [(second, 10.0, GIB, 1) for second in (*range(0, 50, 10), *range(3000, 3050, 10), 9000)]
-        page = self.plot(self.series(jobs={1: ('twice', samples)}))['job_1']
-        self.assertEqual([10.0] * 5 + [None] + [10.0] * 5 + [None, 10.0], page['data'][0]['y'])
-
-    def test_attempts_on_several_nodes_are_lines_of_their_own(self):
-        other = self.series('resource_metrics_g_wf1_r1.db', nodes=[], summary=(),
-                            jobs={1: ('first', [(500, 10.0, GIB, 1), (510, 20.0, GIB, 1)])})
-        pages = self.plot(self.series(), other)
-        self.assertEqual(['CPU (100% is one core): h_wf1_r1', 'CPU (100% is one core): g_wf1_r1'],
-                         [trace['name'] for trace in pages['job_1']['data'][:2]])
-        self.assertEqual(['CPU (100% is one core): first', 'CPU (100% is one core): second <b>&"\\x1b[31m'],
-                         [trace['name'] for trace in pages['cpu_all_jobs']['data']])
+        cpu = 'CPU (100% is one core): '
+        self.assertEqual([cpu + 'h_wf1_r1', cpu + 'g_wf1_r1'], [name for _, name, _ in self.traces(pages['job_1'])[:2]])
+        self.assertEqual([cpu + 'first', cpu + 'second <b>&"\\x1b[31m'], [name for _, name, _ in self.traces(pages['cpu_all_jobs'])])
         self.assertEqual(150, max(filter(None, pages['cpu_all_jobs']['data'][0]['y'])))
-        self.assertEqual([('Peak CPU percent', ['h_wf1_r1'], [90]), ('Average CPU percent', ['h_wf1_r1'], [40]),
-                          ('Peak memory', ['h_wf1_r1'], [5 * GIB]), ('Average memory', ['h_wf1_r1'], [4 * GIB])],
-                         [(trace['name'], trace['x'], trace['y']) for trace in pages['system_summary']['data']])
-        self.assertEqual(['CPU (of all cores): h_wf1_r1', 'Memory: h_wf1_r1', 'Memory: installed: 16.00 GB'],
-                         [trace['name'] for trace in pages['system_timeline']['data']])
-
-    def test_of_many_jobs_the_highest_are_drawn(self):
-        jobs = {number: (f'job{number}', [(0, 1.0, number * 2 ** 20, 1), (10, 1.0, 1, 1)]) for number in range(1, 701)}
-        page = self.plot(self.series(jobs=jobs), wanted=range(1, 701))['memory_all_jobs']
-        self.assertEqual([f'Memory: job{number}' for number in range(700, 400, -1)], [trace['name'] for trace in page['data']])
-        self.assertEqual('700 jobs; the 300 with the highest peaks are drawn', self.facts(page))
-
-    def test_only_the_jobs_that_are_asked_for_are_drawn(self):
+        self.assertEqual([3 * GIB, 20 * 2 ** 20], pages['summary']['data'][0]['y'])
         self.assertEqual(['job_2', 'summary', 'system_summary', 'system_timeline'], sorted(self.plot(wanted=[2, 99])))
 
-    def test_what_is_no_time_series_is_refused(self):
-        for name, data in (('a.db', b'no database'), ('b.db', b''), ('c.db', None)):
-            path = self.world.path(name)
-            if data is not None:
-                self.world.write(name, data)
-            with self.subTest(name), self.assertRaisesRegex(torc.BadInput, 'is no time series|not found'):
-                torc.write_plots([path], self.world.path('plots'))
-        self.assertFalse(os.path.exists(self.world.path('plots')))
+    def test_of_many_samples_the_peaks_stay_of_many_jobs_the_highest_and_a_gap_breaks_a_line(self):
+        samples = [(second, 10.0, 2 ** 20, 1) for second in range(10000)]
+        samples[7171] = (7171, 999.0, 7 * GIB, 1)
+        twice = [(second, 10.0, GIB, 1) for second in (*range(0, 50, 10), *range(3000, 3050, 10), 9000)]
+        jobs = {number: (f'job{number}', [(0, 1.0, number * 2 ** 20, 1), (10, 1.0, 1, 1)]) for number in range(3, 703)}
+        pages = self.plot(self.series(jobs={1: ('long', samples), 2: ('twice', twice), **jobs}))
+        cpu = pages['job_1']['data'][0]
+        self.assertLess(len(cpu['x']), 2000)
+        self.assertEqual([torc.format_time(SERIES_BEGIN + 7171)], [when for when, value in zip(cpu['x'], cpu['y']) if value == 999])
+        self.assertEqual([10.0] * 5 + [None] + [10.0] * 5 + [None, 10.0], pages['job_2']['data'][0]['y'])
+        page = pages['memory_all_jobs']
+        self.assertEqual(['Memory: long', 'Memory: twice'] + [f'Memory: job{number}' for number in range(702, 404, -1)], [trace['name'] for trace in page['data']])
+        self.assertEqual('702 jobs; the 300 with the highest peaks are drawn', page['layout']['title']['subtitle']['text'])
 
-    def test_a_series_that_cannot_be_read_is_an_error_of_the_user(self):
-        path = self.series()
-        os.chmod(path, 0)
-        with unittest.mock.patch.object(sqlite3, 'connect', side_effect=sqlite3.OperationalError('unable to open database file')), \
-                self.assertRaisesRegex(torc.BadInput, 'h_wf1_r1.db cannot be read: unable to open database file'):
-            torc.write_plots([path], self.world.path('plots'))
-
-    def test_a_damaged_series_is_drawn_or_refused(self):
+    def test_what_is_no_time_series_or_damaged_is_refused(self):
         path, chance = self.series(), random.Random(7)
-        with open(path, 'rb') as file:
-            data = file.read()
-        ends = collections.Counter()
-        damaged = [data.replace(b'(job_id, timestamp)', b'(job_id, timest\xffmp)'), data[:len(data) // 2], data[:100]]
+        data = read_bytes(path)
+        damaged = [data.replace(b'(job_id, timestamp)', b'(job_id, timest\xffmp)'), data[:100]]
         for _ in range(20):
             piece = bytearray(data)
             for _ in range(chance.choice((1, 10, 100))):
                 piece[chance.randrange(len(piece))] = chance.randrange(256)
             damaged.append(bytes(piece))
-        for piece in damaged:
+        refused = 0
+        for piece in damaged:       # whatever it holds: drawn, or an error of the user
             self.world.write(path, piece)
             try:
                 torc.write_plots([path], self.world.path('plots'))
-                ends['drawn'] += 1
             except torc.BadInput:
-                ends['refused'] += 1
-        self.assertEqual(len(damaged), ends['drawn'] + ends['refused'])
-        self.assertGreater(ends['refused'], 3)
+                refused += 1
+        self.assertGreater(refused, 3)
+        for text in (b'no database', b'', data[:len(data) // 2]):
+            with self.assertRaisesRegex(torc.BadInput, 'is no time series|cannot be read'):
+                torc.write_plots([self.world.write('b.db', text)], self.world.path('plots'))
+        with unittest.mock.patch.object(sqlite3, 'connect', side_effect=sqlite3.OperationalError('unable to open database file')), \
+                self.assertRaisesRegex(torc.BadInput, 'h_wf1_r1.db cannot be read: unable to open database file'):
+            torc.write_plots([path], self.world.path('plots'))
 
-    def test_strange_values_are_drawn_as_nothing(self):
+    def test_strange_and_missing_values_are_drawn_as_nothing(self):
         path = self.series(jobs={}, nodes=[], summary=())
         with contextlib.closing(sqlite3.connect(path)) as database, database:
-            database.execute('DROP TABLE job_metadata')
+            database.executescript('DROP TABLE job_metadata; DROP TABLE system_resource_samples; DROP TABLE system_resource_summary;' + re.sub(
+                ' NOT NULL', '', SERIES_TABLES.partition('job_name TEXT NOT NULL);')[2]))
             database.executemany('INSERT INTO job_resource_samples VALUES (1, ?, ?, ?, ?)', [
                 (SERIES_BEGIN, 'much', 'more', -3), (SERIES_BEGIN + 10, float('inf'), b'\xff', 1), (SERIES_BEGIN + 20, 5.0, GIB, 2)])
-        page = self.plot(path)['job_1']
-        self.assertEqual('Job 1: job 1', page['layout']['title']['text'])
-        self.assertEqual([[0, 0, 5], [0, 0, GIB], [-3, 1, 2]], [trace['y'] for trace in page['data']])
-
-    def test_what_a_node_does_not_measure_is_left_out(self):
-        path = self.series(jobs={}, nodes=[], summary=())
-        with contextlib.closing(sqlite3.connect(path)) as database, database:
-            database.executescript('DROP TABLE system_resource_samples; DROP TABLE system_resource_summary;' + re.sub(
-                ' NOT NULL', '', SERIES_TABLES.partition('job_name TEXT NOT NULL);')[2]))
             database.executemany('INSERT INTO system_resource_samples (timestamp, cpu_percent, memory_bytes, total_memory_bytes) VALUES (?, ?, ?, ?)',
                                  [(SERIES_BEGIN + second, None, GIB, None) for second in (0, 10)])
             database.execute('INSERT INTO system_resource_summary VALUES (1, 2, NULL, NULL, ?, ?)', (GIB, GIB))
         pages = self.plot(path)
-        self.assertEqual(['Memory: h_wf1_r1'], [trace['name'] for trace in pages['system_timeline']['data']])
-        self.assertEqual([('Peak memory', [GIB]), ('Average memory', [GIB])],
-                         [(trace['name'], trace['y']) for trace in pages['system_summary']['data']])
+        self.assertEqual('Job 1: job 1', pages['job_1']['layout']['title']['text'])
+        self.assertEqual([[0, 0, 5], [0, 0, GIB], [-3, 1, 2]], [trace['y'] for trace in pages['job_1']['data']])
+        self.assertEqual([('y', 'Memory: h_wf1_r1', [GIB, GIB])], self.traces(pages['system_timeline']))
+        self.assertEqual([('y', 'Peak memory', [GIB]), ('y', 'Average memory', [GIB])], self.traces(pages['system_summary']))
 
     def test_a_series_is_read_while_it_is_written_and_where_nothing_may_be_made(self):
         path = self.series()
@@ -18906,18 +18845,19 @@ class UsedResourcesTest(CommandTest):
                               ('correct-resources 1 --runtime-multiplier nan', "'nan' is not a number")):
             self.assertIn(message, self.assertExit(2, self.world.main('workflows', *line.split())).err)
 
-    def test_plots_show_what_the_jobs_of_a_workflow_asked_for(self):
-        path = write_series(self.world.path('m', 'resource_metrics_h_wf1_r1.db'),
-                            {1: ('train', [(0, 50.0, 2 ** 27, 1), (10, 50.0, 2 ** 27, 1)])})
-        self.assertEqual('plots/p_job_1.html\nplots/p_summary.html\n', self.text(f'plot-resources {shlex.quote(path)} -o plots -p p -w 1'))
-        self.assertIn('asked for: 100.0 MB', self.world.read('plots/p_job_1.html'))
-        self.assertNotIn('asked for: 100.0 MB', self.world.read(self.text(f'plot-resources {shlex.quote(path)}').split()[0]))
-        self.assertEqual({'files': ['plots/job_1.json', 'plots/summary.json']},
-                         json.loads(self.text(f'-f json plot-resources {shlex.quote(path)} -o plots --format json -j 1')))
-        for line, message in ((f'{shlex.quote(path)} -o w.yaml', 'cannot write plots to w.yaml: '), ('w.yaml', 'w.yaml is no time series'),
-                              ('', 'DB is missing'), ('none.db', 'none.db not found')):
-            self.assertIn(message, self.assertExit(2, self.world.main('plot-resources', *shlex.split(line))).err)
-        self.assertEqual('There are no samples to draw\n', self.text(f'plot-resources {shlex.quote(path)} -j 7'))
+    def test_plots_of_a_series(self):
+        write_series(self.world.path('m.db'), {1: ('train', [(0, 50.0, 2 ** 27, 1), (10, 50.0, 2 ** 27, 1)])})
+        self.play('''
+            $ plot-resources m.db -o plots -p p
+            plots/p_job_1.html
+            plots/p_summary.html
+            $ -f json plot-resources m.db -o plots --format json -j 1 -> 0: "files": [..."plots/job_1.json",..."plots/summary.json"
+            $ plot-resources m.db -j 7
+            There are no samples to draw
+            $ plot-resources m.db -o w.yaml -> 2: cannot write plots to w.yaml: 
+            $ plot-resources w.yaml -> 2: w.yaml is no time series
+            $ plot-resources none.db -> 2: none.db not found
+            ''')
 
     @slow
     def test_what_the_monitor_has_sampled_is_drawn_at_the_end(self):

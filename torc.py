@@ -25384,7 +25384,6 @@ GAP_S = 120                 # without samples: the line is broken there, if that
 
 # Seconds since the epoch, CPU percent, bytes, processes; None: not measured.
 Sample = Tuple[float, Optional[float], Optional[float], Optional[float]]
-Limits = Dict[int, Dict[str, float]]    # job -> 'cpu' (percent) and 'memory' (bytes) that it asked for
 Recorded = List[Tuple[str, List[Sample]]]   # samples by label of the file
 Figure = Dict[str, Any]                 # of Plotly: 'data' and 'layout'
 
@@ -25515,24 +25514,16 @@ def thin_out(points: Sequence[Tuple[float, float]], most: int) -> List[Tuple[flo
     return sorted(kept)
 
 
-def line_of(name: str, points: Sequence[Tuple[float, Optional[float]]], **more: Any) -> Dict[str, Any]:
-    """A trace of points in time."""
-    return {'type': 'scatter', 'mode': 'lines', 'name': name,
-            'x': [format_time(time_s) for time_s, _ in points], 'y': [value for _, value in points], **more}
-
-
-def lines_of(axis: str, series: Recorded, limit: float = 0.0, words: str = '') -> List[Dict[str, Any]]:
-    """One measure of series as traces, in which null stands for a gap; and its limit, unless that is 0."""
+def lines_of(axis: str, series: Recorded) -> List[Dict[str, Any]]:
+    """One measure of series as traces, in which null stands for a gap."""
     traces, place, title = [], AXES[axis].place, AXES[axis].title
     for label, samples in series:
         parts = split_at_gaps([(sample[0], sample[place]) for sample in samples if sample[place] is not None])
         points = [[(part[-1][0], None)] + thin_out(part, max(2, LINE_POINTS // len(parts)))
                   for part in parts if part]
-        traces.append(line_of(f'{title}: {label}', list(itertools.chain.from_iterable(points))[1:]))
-    times = [sample[0] for _, samples in series for sample in samples if sample[place] is not None]
-    if limit and times:
-        ends = [(min(times), limit), (max(times), limit)]
-        traces.append(line_of(f'{title}: {words}: {AXES[axis].show(limit)}', ends, meta='limit'))
+        line = list(itertools.chain.from_iterable(points))[1:]
+        traces.append({'type': 'scatter', 'mode': 'lines', 'name': f'{title}: {label}',
+                       'x': [format_time(time_s) for time_s, _ in line], 'y': [value for _, value in line]})
     return traces
 
 
@@ -25557,24 +25548,17 @@ class JobPeaks(Row):
     """A job in the overview."""
     id: int
     name: str
-    count: int                      # of samples
     peaks: Dict[str, float]         # by axis
     averages: Dict[str, float]
-    limits: Dict[str, float]
-
-    def share(self, axis: str) -> float:
-        """Peak over limit; 0 without a limit."""
-        return self.peaks[axis] / self.limits[axis] if self.limits.get(axis) else 0.0
 
 
-def peaks_of(number: int, known: Tuple[float, str], series: Recorded, limits: Dict[str, float]) -> JobPeaks:
+def peaks_of(number: int, known: Tuple[float, str], series: Recorded) -> JobPeaks:
     """What the overview keeps of a job. Its results may know a higher peak of memory than its samples."""
     samples = [sample for _, part in series for sample in part]
     values = {axis: values_of(samples, AXES[axis].place) or [0.0] for axis in ('cpu', 'memory', 'processes')}
     peaks = {axis: max(found) for axis, found in values.items()}
     peaks['memory'] = max(peaks['memory'], known[0])
-    return JobPeaks(number, known[1], len(samples), peaks,
-                    {axis: sum(found) / len(found) for axis, found in values.items()}, limits)
+    return JobPeaks(number, known[1], peaks, {axis: sum(found) / len(found) for axis, found in values.items()})
 
 
 def describe_span(series: Recorded) -> str:
@@ -25589,8 +25573,7 @@ def job_figure(job: JobPeaks, series: Recorded) -> Figure:
     """CPU, memory and processes of one job over time."""
     facts = [f'{word}: peak {AXES[axis].show(job.peaks[axis])}, average {AXES[axis].show(job.averages[axis])}'
              for word, axis in (('CPU', 'cpu'), ('memory', 'memory'))]
-    panels = [(AXES[axis].title, AXES[axis].unit,
-               lines_of(axis, series, job.limits.get(axis, 0), 'asked for')) for axis in job.peaks]
+    panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series)) for axis in job.peaks]
     return make_figure(f'Job {job.id}: {job.name}', [describe_span(series), *facts], panels)
 
 
@@ -25609,39 +25592,14 @@ def all_jobs_figure(axis: str, traces: Sequence[Dict[str, Any]], count: int) -> 
 
 
 def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
-    """The overview: peaks beside limits, what came closest to its limit first."""
+    """The overview: the peaks of all jobs, the highest first."""
     panels = []
     for axis, word in (('memory', 'memory'), ('cpu', 'CPU')):
-        ordered = sorted(jobs, key=lambda job: (-job.share(axis), -job.peaks[axis], job.id))
-        names, limits = [job.name for job in ordered], [job.limits.get(axis) or None for job in ordered]
-        traces = [{'type': 'bar', 'name': f'Peak {word}', 'x': names,
-                   'y': [job.peaks[axis] for job in ordered]}]
-        title = f'Peak {word}'
-        if any(limits):
-            traces.append({'type': 'bar', 'name': f'Limit of {word}', 'x': names, 'y': limits,
-                           'meta': 'limit'})
-            title += ' beside what was asked for'
-        panels.append((title, AXES[axis].unit, traces))
-    over = sum(max(job.share('cpu'), job.share('memory')) > 1 for job in jobs)
-    facts = [counted(len(jobs), 'job')] + (
-        [f'{over} used more than asked for'] if any(job.limits for job in jobs) else [])
-    return make_figure('What jobs used', facts, panels, barmode='group')
-
-
-def summary_table(jobs: Sequence[JobPeaks], name_of: Callable[[str], str]) -> List[List[Dict[str, Any]]]:
-    """Rows of the overview's table, whose cells lead to the pages of the jobs."""
-    titles = ('Job', 'Samples', 'Peak memory', 'Average', 'Asked for', 'Peak CPU', 'Average', 'Asked for',
-              'Processes')
-    rows = [[{'text': title} for title in titles]]
-    for job in jobs:
-        cells = [{'text': f'{job.name} ({job.id})', 'href': urllib.parse.quote(name_of(f'job_{job.id}'))},
-                 {'text': str(job.count)}]
-        for axis in ('memory', 'cpu'):
-            show, limit = AXES[axis].show, job.limits.get(axis)
-            cells += [{'text': show(job.peaks[axis]), 'is_over': job.share(axis) > 1},
-                      {'text': show(job.averages[axis])}, {'text': show(limit) if limit else ''}]
-        rows.append(cells + [{'text': AXES['processes'].show(job.peaks['processes'])}])
-    return rows
+        ordered = sorted(jobs, key=lambda job: (-job.peaks[axis], job.id))
+        trace = {'type': 'bar', 'name': f'Peak {word}', 'x': [job.name for job in ordered],
+                 'y': [job.peaks[axis] for job in ordered]}
+        panels.append((f'Peak {word}', AXES[axis].unit, [trace]))
+    return make_figure('What jobs used', [counted(len(jobs), 'job')], panels, barmode='group')
 
 
 def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
@@ -25649,9 +25607,7 @@ def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
     series = [(file.label, file.node_samples()) for file in files]
     series = [(label, samples) for label, samples in series if samples]
     if series:
-        total = max((value for _, samples in series for value in values_of(samples, 3)), default=0)
-        panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series, limit, 'installed'))
-                  for axis, limit in (('node_cpu', 0), ('memory', total))]
+        panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series)) for axis in ('node_cpu', 'memory')]
         yield 'system_timeline', make_figure('Nodes', [describe_span(series)], panels)
     known = [(file.label, file.node_summary()) for file in files]
     known = [(label, summary) for label, summary in known if summary]
@@ -25663,18 +25619,10 @@ def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
         yield 'system_summary', make_figure('What nodes used', [counted(len(known), 'node')], panels)
 
 
-class Page(Row):
-    """A figure, and what is its page's alone: rows of a table."""
-    name: str
-    figure: Figure
-    table: Sequence[Sequence[Dict[str, Any]]] = ()
+def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[Tuple[str, Figure]]:
+    """All pages, by name: of each job (all, or those wanted), then of all jobs, then of the nodes.
 
-
-def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limits,
-               name_of: Callable[[str], str]) -> Iterator[Page]:
-    """All pages: of each job (all, or those wanted), then of all jobs, then of the nodes.
-
-    One job's samples are in memory at a time. `name_of` gives the file of a page.
+    One job's samples are in memory at a time.
     """
     homes: Dict[int, List[SeriesFile]] = {}
     names: Dict[int, List[Tuple[float, str]]] = {}
@@ -25689,10 +25637,9 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limit
         series = [(label, samples) for label, samples in series if samples]
         if not series:
             continue
-        job = peaks_of(number, max(names.get(number, [(0.0, f'job {number}')])), series,
-                       limits.get(number, {}))
+        job = peaks_of(number, max(names.get(number, [(0.0, f'job {number}')])), series)
         jobs.append(job)
-        yield Page(f'job_{number}', job_figure(job, series))
+        yield f'job_{number}', job_figure(job, series)
         samples = sorted(itertools.chain.from_iterable(found for _, found in series),
                          key=operator.itemgetter(0))
         for axis, traces in lines.items():
@@ -25700,30 +25647,26 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limit
             if len(traces) > 2 * LINES_DRAWN:   # there may be too many to keep them
                 traces[:] = highest_of(traces)
     if len(jobs) > 1:
-        yield from (Page(f'{axis}_all_jobs', all_jobs_figure(axis, lines[axis], len(jobs))) for axis in lines)
+        yield from ((f'{axis}_all_jobs', all_jobs_figure(axis, lines[axis], len(jobs))) for axis in lines)
     if jobs:
-        yield Page('summary', summary_figure(jobs), summary_table(jobs, name_of))
-    yield from (Page(name, figure) for name, figure in node_figures(files))
+        yield 'summary', summary_figure(jobs)
+    yield from node_figures(files)
 
 
 def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: str = 'html',
-                wanted: Sequence[int] = (), limits: Optional[Limits] = None) -> List[str]:
+                wanted: Sequence[int] = ()) -> List[str]:
     """Draw the time series of some databases into files [PREFIX_]NAME.html or .json; their paths. OSError."""
-    def name_of(page: str) -> str:
-        return f"{prefix + '_' if prefix else ''}{page}.{form}"
-
     written = []
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(contextlib.closing(SeriesFile(path))) for path in paths]
         os.makedirs(directory, exist_ok=True)
-        for page in make_pages(files, wanted, limits or {}, name_of):
-            text = format_json(page.figure) + '\n'
+        for name, figure in make_pages(files, wanted):
+            text = format_json(figure)
             if form == 'html':
-                data = format_json(dict(page.figure, table=page.table)).replace('<', '\\u003c')
-                text = f'{PLOT_PAGE}<script>showPage({data});</script>\n'
-            path = os.path.join(directory, name_of(page.name))
+                text = PLOT_PAGE + '<script>showPage({});</script>'.format(text.replace('<', '\\u003c'))
+            path = os.path.join(directory, f"{prefix + '_' if prefix else ''}{name}.{form}")
             with open(path, 'wb') as file:
-                file.write(text.encode('utf-8', 'replace'))
+                file.write((text + '\n').encode('utf-8', 'replace'))
             written.append(path)
     return written
 
@@ -27544,21 +27487,11 @@ def show_peak(item: Correction) -> str:
 
 # -------- plots --------
 
-def limits_of_jobs(session: Session, workflow_id: int) -> Limits:
-    """What each job of a workflow asked for."""
-    needs = list_requirements(session, workflow_id)
-    found = {number: {'memory': limit_of('memory', row), 'cpu': limit_of('cpu', row)}
-             for number, row in needs.items()}
-    return {job['id']: found.get(job.get('resource_requirements_id'), {})
-            for job in session.items('list_jobs', workflow_id=workflow_id)}
-
-
 def cmd_plot_resources(session: Session, args: Arguments) -> Answer:
     """Draw what a monitor has sampled."""
-    limits = None if args['workflow_id'] is None else limits_of_jobs(session, args['workflow_id'])
     with writing(f"plots to {args['output_dir']}", '--output-dir'):
         paths = write_plots(args['databases'], args['output_dir'], args['prefix'], args['format'],
-                            args['job_ids'] or (), limits)
+                            args['job_ids'] or ())
     text = format_lines(paths) if paths else 'There are no samples to draw\n'
     return Answer({'files': paths}, text)
 
@@ -27573,8 +27506,7 @@ def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> Non
         run_id = session.workflow(workflow['id']).get('run_id', 0)
         paths = [path for path in paths if workflow_in_name(os.path.basename(path)) == workflow['id']
                  and re.search(rf'_r{run_id}(?=[_.])', os.path.basename(path))]
-        files = write_plots(paths, directory, f"wf{workflow['id']}_r{run_id}",
-                            limits=limits_of_jobs(session, workflow['id'])) if paths else []
+        files = write_plots(paths, directory, f"wf{workflow['id']}_r{run_id}") if paths else []
         if files:
             session.report(f'Plots: {files[0]}' + (f' and {len(files) - 1} more' if files[1:] else ''))
     except (OSError, TorcError) as error:
@@ -32200,7 +32132,6 @@ COMMANDS = (
         Argument('-o --output-dir', 'DIR', 'where to put the pages', default='.'),
         Argument('-j --job-ids', 'JOB,...', 'only of these jobs', parse_ids, '*'),
         Argument('-p --prefix', 'TEXT', 'beginning of the names of their files', default=''),
-        Argument('-w --workflow-id', 'WF', 'show what the jobs of this workflow asked for, too', parse_id),
         Argument('-f --format', 'FORMAT', 'html, or json for Plotly', one_of('html', 'json'),
                  default='html')),
         f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
@@ -33076,18 +33007,17 @@ def discard_output(out: Any) -> None:
 #
 # What files of plots begin with; a script that calls showPage with a figure ends them. drawFigure(figure,
 # element) knows traces of the types scatter and bar: those of one `yaxis` are a panel, `ticksuffix` is its
-# unit, and `meta` 'limit' marks what the others should stay below. Text enters by textContent only. The
-# colours can be told apart also by people who see few of them (Okabe and Ito, "Color Universal Design").
+# unit. Text enters by textContent only. The colours can be told apart also by people who see few of them (Okabe and Ito, "Color Universal Design").
 
 PLOT_PAGE = r"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 :root { color-scheme: light dark;
-        --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --limit: #c0392b; --faint: #b4bcc6; }
+        --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --faint: #b4bcc6; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e9ed; --soft: #9aa4b0; --grid: #2f363e; --paper: #15191d;
-          --limit: #ff7b6b; --faint: #4a535d; }
+          --faint: #4a535d; }
   .c0, .c1, .c2, .c3, .c4, .c5, .c6, .c7 { filter: brightness(1.35); }
 }
 body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
@@ -33095,7 +33025,6 @@ body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--p
 h1 { font-size: 1.5rem; margin-bottom: .2rem; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
 p, .key { color: var(--soft); margin: .2rem 1rem .2rem 0; }
-a { color: inherit; }
 svg { width: 100%; height: auto; display: block; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft);
            stroke: var(--paper); stroke-width: 3px; paint-order: stroke; pointer-events: none; }
@@ -33106,14 +33035,8 @@ circle, rect { fill: currentColor; }
 .c0 { color: #0072b2; } .c1 { color: #d55e00; } .c2 { color: #009e73; } .c3 { color: #cc79a7; }
 .c4 { color: #e69f00; } .c5 { color: #56b4e9; } .c6 { color: #8a7a00; } .c7 { color: #7f6bd6; }
 .faint { color: var(--faint); }
-.limit, .over { color: var(--limit); stroke-dasharray: 6 4; }
-line.limit { stroke: currentColor; }
 .key { display: inline-block; }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; background: currentColor; }
-table { border-collapse: collapse; margin-top: 2rem; font-size: .9rem; display: block; overflow-x: auto; }
-td { padding: .25rem .6rem; border-bottom: 1px solid var(--grid); text-align: right; white-space: nowrap; }
-td:first-child { text-align: left; white-space: normal; width: 100%; min-width: 11rem; }
-tr:first-child { color: var(--soft); font-weight: 600; }
 </style>
 <script>
 'use strict';
@@ -33149,9 +33072,8 @@ function elapsed(seconds) {         // 5400 -> '1h 30m'
   return words.slice(0, 2).join(' ') || '0s';
 }
 
-const isLimit = trace => trace.meta === 'limit';
 const peakOf = trace => trace.y.reduce((most, value) => Math.max(most, value), 0);
-const styleOf = (trace, place) => isLimit(trace) ? 'limit' : place < COLOURS ? 'c' + place : 'faint';
+const styleOf = place => place < COLOURS ? 'c' + place : 'faint';
 
 function drawGrid(svg, top, seconds, unit, x, y) {
   const scale = unit === 'B' ? 1024 ** Math.floor(Math.log2(top) / 10) : 1;
@@ -33169,16 +33091,13 @@ function drawGrid(svg, top, seconds, unit, x, y) {
 }
 
 function drawLines(svg, traces, unit, begin, seconds) {
-  const peak = Math.max(LEAST[unit], ...traces.filter(trace => !isLimit(trace)).map(peakOf));
-  // A limit far above everything would press the lines to the ground: only the key names it.
-  const shown = traces.filter(trace => !isLimit(trace) || peakOf(trace) <= 4 * peak);
-  const top = 1.08 * Math.max(peak, ...shown.map(peakOf)), spots = [];
+  const top = 1.08 * Math.max(LEAST[unit], ...traces.map(peakOf)), spots = [];
   const x = time => LEFT + time / seconds * (RIGHT - LEFT);
   const y = value => LOW - Math.max(value, 0) / top * (LOW - TOP);
   svg.setAttribute('viewBox', `0 0 ${WIDTH} ${LOW + 34}`);
   drawGrid(svg, top, seconds, unit, x, y);
-  for (const trace of shown.slice().reverse()) {        // the first lies above the others
-    const group = add(svg, 'g', {class: styleOf(trace, traces.indexOf(trace))}), parts = [[]];
+  for (const trace of traces.slice().reverse()) {        // the first lies above the others
+    const group = add(svg, 'g', {class: styleOf(traces.indexOf(trace))}), parts = [[]];
     trace.y.forEach((value, index) => {
       if (value === null) return parts.push([]);
       const time = Date.parse(trace.x[index]) / 1000 - begin, spot = [x(time), y(value)];
@@ -33203,24 +33122,16 @@ function drawLines(svg, traces, unit, begin, seconds) {
 }
 
 function drawBars(svg, traces, unit) {
-  const limit = traces.find(isLimit), bars = traces.filter(trace => !isLimit(trace));
-  const names = bars[0].x.slice(0, BARS), high = 16 * bars.length + 6;
-  // With limits a bar is as long as its share of its limit, at most twice as long as that.
-  const part = (trace, row) => limit ? limit.y[row] && trace.y[row] / limit.y[row] : trace.y[row];
-  const parts = bars.flatMap(trace => names.map((_, row) => part(trace, row)));
-  const longest = limit ? Math.min(2, Math.max(1, ...parts)) : Math.max(1e-9, ...parts);
-  const x = part => BAR_LEFT + Math.min(part, longest) / longest * (BAR_RIGHT - BAR_LEFT);
+  const names = traces[0].x.slice(0, BARS), high = 16 * traces.length + 6;
+  const longest = Math.max(1e-9, ...traces.map(peakOf));
+  const x = value => BAR_LEFT + value / longest * (BAR_RIGHT - BAR_LEFT);
   svg.setAttribute('viewBox', `0 0 ${WIDTH} ${high * names.length + 8}`);
-  if (limit) add(svg, 'line', {class: 'limit', x1: x(1), x2: x(1), y1: 0, y2: '100%'});
-  names.forEach((name, row) => bars.forEach((trace, place) => {
-    const y = 4 + high * row + 16 * place, value = trace.y[row], share = part(trace, row);
-    const most = limit && limit.y[row];     // of this job
-    const words = most ? ` of ${amount(most, unit)} (${Math.round(100 * share)}%)` : '';
-    const style = words && share > 1 ? 'over' : styleOf(trace, place);
+  names.forEach((name, row) => traces.forEach((trace, place) => {
+    const y = 4 + high * row + 16 * place, value = trace.y[row];
     const shown = name.length > 30 ? name.slice(0, 14) + '…' + name.slice(-15) : name;
     if (!place) add(svg, 'text', {x: BAR_LEFT - 8, y: y + 12, 'text-anchor': 'end'}, shown);
-    add(svg, 'rect', {class: style, x: BAR_LEFT, y, width: x(share) - BAR_LEFT, height: 15});
-    if (value !== null) add(svg, 'text', {x: x(share) + 6, y: y + 12}, amount(value, unit) + words);
+    add(svg, 'rect', {class: styleOf(place), x: BAR_LEFT, y, width: x(value) - BAR_LEFT, height: 15});
+    if (value !== null) add(svg, 'text', {x: x(value) + 6, y: y + 12}, amount(value, unit));
   }));
 }
 
@@ -33239,11 +33150,11 @@ function drawFigure(figure, element) {
     const svg = add(element, 'svg', {role: 'img', 'aria-label': words});
     if (isTimes) drawLines(svg, traces, unit, begin, seconds);
     else drawBars(svg, traces, unit);
-    const named = traces.filter((trace, place) => place < COLOURS || isLimit(trace));
+    const named = traces.slice(0, COLOURS);
     for (const trace of named.length > 1 ? named : []) {
       const key = add(element, 'span', {class: 'key'});
-      add(key, 'i', {class: styleOf(trace, traces.indexOf(trace))});
-      key.append(trace.label + (isTimes && !isLimit(trace) ? `: peak ${amount(peakOf(trace), unit)}` : ''));
+      add(key, 'i', {class: styleOf(traces.indexOf(trace))});
+      key.append(trace.label + (isTimes ? `: peak ${amount(peakOf(trace), unit)}` : ''));
     }
     if (traces.length > named.length)
       add(element, 'span', {class: 'key'}, `and ${traces.length - named.length} more`);
@@ -33253,15 +33164,6 @@ function drawFigure(figure, element) {
 function showPage(page) {
   document.title = page.layout.title.text;
   drawFigure(page, document.body);
-  const table = add(document.body, 'table');
-  for (const row of page.table) {
-    const line = add(table, 'tr');
-    for (const {text, href, is_over} of row) {
-      const cell = add(line, 'td', is_over ? {class: 'over'} : {});
-      if (href) add(cell, 'a', {href}, text);
-      else cell.textContent = text;
-    }
-  }
 }
 </script></head>
 <body><noscript>This page draws with JavaScript, which this browser does not run.</noscript>
