@@ -18007,10 +18007,12 @@ class CommandTest(WorldTest):
         return self.assertExit(code, self.world.main(*shlex.split(line))).out
 
     def play(self, story: str) -> None:
-        """Carry out command lines, and compare what they print. '...' stands for anything.
+        """Carry out command lines in this process, and compare what they print (stdout, then stderr). '...' stands for anything.
 
-        $ [A=B] LINE [-> EXIT[: PART]]      a command; part of what it prints, or all of it in the lines below; without '->' it is silent
+        $ [A=B] LINE [-> EXIT[: PART]]      a command, its exit code if not 0, and part of what it prints; without PART
+                                            the lines below are all that it prints: if there are none, nothing
         % LINE                              for the shell
+        A block begins at a '$' or '%' in its first column; blank lines at its end count for nothing.
         """
         for block in re.split(r'\n(?=[$%] )', textwrap.dedent(story).strip()):
             line, _, wanted = block.partition('\n')
@@ -18022,7 +18024,7 @@ class CommandTest(WorldTest):
             wanted = f'...{part.strip()}...' if part else wanted + '\n' * bool(wanted)
             words = shlex.split(command)
             env = dict(word.split('=', 1) for word in itertools.takewhile(re.compile('[A-Z_]+=').match, words))
-            outcome = (self.world.cli if words[len(env)] in ('run', 'exec') else self.world.main)(*words[len(env):], env=env)
+            outcome = self.world.main(*words[len(env):], env=env)
             with self.subTest(line):
                 self.assertExit(int(code or 0), outcome)
                 if not doctest.OutputChecker().check_output(wanted, outcome.out + outcome.err, doctest.ELLIPSIS):
@@ -18049,7 +18051,7 @@ class RecordedJsonTest(CommandTest):
     def test_json_has_the_recorded_keys_and_csv_the_recorded_columns(self):
         recorded = {row['command']: row for row in read_shared('torc/cli_json.json')}
         self.world.write('w.yaml', SAMPLE)
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        self.assertExit(1, self.world.main('run', 'w.yaml'))
         for name, line in RECORDED:
             with self.subTest(line):
                 if str(recorded[name].get('csv', 'exit 1')).split(' ')[0] not in ('exit', 'no'):
@@ -18087,7 +18089,7 @@ class RecordedJsonTest(CommandTest):
             ''')
         for words, code, line in ((('run', 'w.yaml'), 0, '{"workflow_id":1,"message":"Created workflow 1"}\n'),
                                   (('exec', '-c', 'exit 2'), 1, '{"workflow_id":2,"status":"failed","had_failures":true,"had_terminations":false}\n')):
-            self.assertEqual(line, self.assertExit(code, self.world.cli('-f', 'json', *words)).out)
+            self.assertEqual(line, self.assertExit(code, self.world.main('-f', 'json', *words)).out)
 
 
 class TerminalText(io.StringIO):
@@ -18258,7 +18260,7 @@ class MonitorTest(CommandTest):
         self.assertExit(0, self.world.main('create', 'w.yaml'))
         self.world.write('events.jsonl', 'kept\n')
         monitor = self.start_monitor('--filename', 'events.jsonl')     # a server is started for it
-        self.assertExit(1, self.world.cli('run', 1))
+        self.assertExit(1, self.world.main('run', 1))
         wanted = [('workflow_started', None), ('compute_node_started', None), ('job_started', 'a'),
                   ('job_completed', 'a'), ('job_started', 'b'),
                   ('job_failed', 'b'), ('job_canceled', 'c'), ('workflow_completed', None), ('compute_node_stopped', None)]
@@ -18381,7 +18383,7 @@ class ReasonTest(CommandTest):
               - {name: after, command: "cat out.txt", input_files: [out]}
               - {name: later, command: "true", depends_on: [after]}
         ''')
-        self.assertExit(1, self.world.cli('run', 'w.yaml'),
+        self.assertExit(1, self.world.main('run', 'w.yaml'),
                         'x killed (return code 137): killed by SIGKILL\n')
 
     def test_reasons(self):
@@ -18472,8 +18474,8 @@ class ReasonTest(CommandTest):
     def test_every_list_fits_a_terminal_and_a_pipe_has_all_columns(self):
         words = 'a description that goes on and on and on until nobody reads it any more'
         self.world.write('long.yaml', SAMPLE.replace('one of each', words))
-        self.assertExit(1, self.world.cli('run', 'long.yaml'))
-        self.assertExit(0, self.world.cli('exec', '-c', r"printf 'x\033[2Jy'"))
+        self.assertExit(1, self.world.main('run', 'long.yaml'))
+        self.assertExit(0, self.world.main('exec', '-c', r"printf 'x\033[2Jy'"))
         for line in (
                 'workflows list', 'workflows list -a', 'jobs list 1', 'jobs list 2', 'files list 2',
                 'user-data list 2', 'resource-requirements list 2', 'failure-handlers list 2',
@@ -18516,7 +18518,7 @@ class ReasonTest(CommandTest):
         lines = []      # type: List[str]
         for words in (('run', spec), ('run', 1), ('status', 1), ('run', 1, '--retry-failed')):
             more = ('-o', out) if words[0] == 'run' else ()
-            said = self.world.cli('--db', database, *words, *more)
+            said = self.world.main('--db', database, *words, *more)
             lines += (said.out + said.err).splitlines()
         commands = [line.partition('torc.py ')[2].rstrip(':`)') for line in lines if 'torc.py ' in line]
         self.assertGreater(len(commands), 8)
@@ -18657,7 +18659,7 @@ class WorkflowTest(CommandTest):
 
     def test_chosen_jobs_are_reset_together_and_what_waits_for_them_is_told(self):
         self.world.write('w.yaml', SAMPLE)
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        self.assertExit(1, self.world.main('run', 'w.yaml'))
         for words in ('--status failed', '--return-code 3', '--status failed --status terminated,failed'):
             answer = self.json(f'jobs reset-status {words} --workflow-id 1 --dry-run')
             self.assertEqual((['bad'], ['tail']), ([job['name'] for job in answer['jobs']], [job['name'] for job in answer['downstream_jobs']]))
@@ -18738,7 +18740,7 @@ class FollowTest(CommandTest):
         self.assertExit(1, run.finish(20))
 
     def test_what_has_ended_is_shown_and_that_is_all(self):
-        self.assertExit(0, self.world.cli('exec', '-c', 'echo a; echo b >&2'))
+        self.assertExit(0, self.world.main('exec', '-c', 'echo a; echo b >&2'))
         self.assertEqual(self.world.main('logs', 1, 'job1'), self.world.main('logs', 1, 'job1', '-f'))
         self.assertIn('a\n', self.text('logs 1 -f'))
 
@@ -18749,7 +18751,7 @@ class FollowTest(CommandTest):
               - {name: first, command: exit 3}
               - {name: second, command: "true", depends_on: [first]}
         ''')
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        self.assertExit(1, self.world.main('run', 'w.yaml'))
         self.assertExit(4, self.world.main('logs', 1, 'second', '-f'), 'never ran: its prerequisite first failed')
         self.assertEqual('==> first (failed): return code 3 <==\n', self.text('logs 1 -f --failed'))
 
@@ -18861,12 +18863,12 @@ class UsedResourcesTest(CommandTest):
 
     @slow
     def test_what_the_monitor_has_sampled_is_drawn_at_the_end(self):
-        outcome = self.assertExit(0, self.world.cli('exec', '-c', 'sleep 1.2', '--monitor', 'time-series', '--generate-plots', '-i', 1))
+        outcome = self.assertExit(0, self.world.main('exec', '-c', 'sleep 1.2', '--monitor', 'time-series', '--generate-plots', '-i', 1))
         self.assertIn('Plots: torc_output/resource_utilization/wf2_r1_job_5.html and ', outcome.err)
         self.assertIn('Job 5: job1', self.world.read('torc_output/resource_utilization/wf2_r1_job_5.html'))
         self.world.write('series.yaml', 'name: s\njobs: [{name: a, command: sleep 1.2}]\nresource_monitor:\n  sample_interval_seconds: 1\n'
                          '  generate_plots: true\n  jobs: {granularity: time_series}\n')
-        outcome = self.assertExit(0, self.world.cli('run', 'series.yaml'))
+        outcome = self.assertExit(0, self.world.main('run', 'series.yaml'))
         self.assertIn('Plots: torc_output/resource_utilization/wf3_r1_job_', outcome.err)
 
 
@@ -19016,7 +19018,7 @@ class TailTest(CommandTest):
 
     def setUp(self) -> None:
         super().setUp()
-        self.assertExit(0, self.world.cli('exec', '-c', 'true'))
+        self.assertExit(0, self.world.main('exec', '-c', 'true'))
 
     def test_only_the_last_lines_are_shown_if_asked_for(self):
         path = self.world.path('torc_output', 'job_stdio', 'job_wf1_j1_r1_a1.o')
@@ -19038,7 +19040,7 @@ class RunTest(CommandTest):
 
     def test_the_summary_names_failed_jobs_with_their_last_line(self):
         self.world.write('w.yaml', SAMPLE)
-        outcome = self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        outcome = self.assertExit(1, self.world.main('run', 'w.yaml'))
         self.assertEqual('', outcome.out)
         self.assertRegex(outcome.err, r'Workflow 1 \(sample\) has ended after [0-9.]+s: 3 completed, 1 failed, 1 canceled\n'
                                       r'  x bad \(return code 3\): oops\n'
@@ -19050,11 +19052,11 @@ class RunTest(CommandTest):
 
     def test_a_quiet_run_that_went_well_says_nothing(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
-        self.assertEqual((0, '', ''), self.world.cli('-q', 'run', 'w.yaml'))
+        self.assertEqual((0, '', ''), self.world.main('-q', 'run', 'w.yaml'))
 
     def test_logs_prints_what_a_job_wrote_by_id_or_name(self):
         self.world.write('w.yaml', SAMPLE)
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        self.assertExit(1, self.world.main('run', 'w.yaml'))
         self.assertEqual('prep\n', self.text('logs 1 prep'))
         self.assertEqual('oops\n', self.text('logs 1 4'))
         self.assertEqual('', self.text('logs 1 bad --stdout'))
@@ -19066,17 +19068,17 @@ class RunTest(CommandTest):
         self.assertExit(4, self.world.main('logs', 1, 'perp'), "did you mean 'prep'?")
 
     def test_a_job_with_both_outputs_gets_headlines(self):
-        self.assertExit(0, self.world.cli('exec', '-c', 'echo out; echo err >&2'))
+        self.assertExit(0, self.world.main('exec', '-c', 'echo out; echo err >&2'))
         self.assertRegex(self.text('logs 1 job1'), r'\A==> \S.*a1\.o <==\nout\n==> .*a1\.e <==\nerr\n\Z')
 
     def test_words_of_exec_are_utf8_in_the_c_locale_too(self):
         self.world.write('names.txt', 'é1\n')
         words = ('exec', '-n', 'né', '--description', 'dé', '-c', 'echo é {i} {f}', '--param', 'i=ö', '--param', 'f=@names.txt')
-        self.assertExit(0, self.world.cli(*words, env={'LC_ALL': 'C'}))
-        self.assertIn('é ö é1\n', self.assertExit(0, self.world.cli('logs', 1)).out)
+        self.assertExit(0, self.world.main(*words, env={'LC_ALL': 'C'}))
+        self.assertIn('é ö é1\n', self.assertExit(0, self.world.main('logs', 1)).out)
         workflow = self.world.main('workflows', 'get', 1, '-f', 'json').json()
         self.assertEqual(('né', 'dé'), (workflow['name'], workflow['description']))
-        outcome = self.assertExit(2, self.world.cli('exec', '-c', 'echo \udcff'))
+        outcome = self.assertExit(2, self.world.main('exec', '-c', 'echo \udcff'))
         self.assertIn("error: job 'job1': command holds the character '\\udcff', which cannot be stored: remove it", outcome.err)
 
     def test_exec_multiplies_commands_by_parameters(self):
@@ -19137,20 +19139,20 @@ class RunTest(CommandTest):
         self.assertEqual("error: job 'x_{x}': command must not be empty: write true for a job that does nothing\n", outcome.err)
 
     def test_exec_prints_output_in_order_retries_and_goes_on_after_an_edit(self):
-        done = self.assertExit(0, self.world.cli('exec', '-c', 'while [ {i} = 1 ] && [ ! -e 2 ]; do sleep 0.02; done; touch {i}; echo out {i}; echo err {i} >&2',
+        done = self.assertExit(0, self.world.main('exec', '-c', 'while [ {i} = 1 ] && [ ! -e 2 ]; do sleep 0.02; done; touch {i}; echo out {i}; echo err {i} >&2',
                                                  '--param', 'i=1:2', '-k', '-j', 2))
         self.assertEqual('out 1\nout 2\n', done.out)
         self.assertEqual(['err 1', 'err 2'], re.findall('^err .', done.err, re.MULTILINE))
         self.assertEqual(['while_1', 'while_2'], [job['name'] for job in self.json('jobs list 1')['items']])
-        edited = [self.assertExit(0, self.world.cli('exec', '-n', 'edited', '-k', '--resume', '--param', f'i={values}', '-c', command)).out
+        edited = [self.assertExit(0, self.world.main('exec', '-n', 'edited', '-k', '--resume', '--param', f'i={values}', '-c', command)).out
                   for values, command in (('1:2', 'echo a{i}'), ('1:3', 'echo b{i}'))]      # the same names, other commands
         self.assertEqual(['a1\na2\n', 'b1\nb2\nb3\n'], edited)
         self.world.write('list', 'echo one\necho try $TORC_ATTEMPT_ID; exit 3\necho two\n')
         words = ('exec', '-n', 'l', '-C', 'list', '--retries', 2, '--timeout', '1m', '--print')
-        self.assertEqual(['one', 'try 3', 'two'], sorted(self.assertExit(1, self.world.cli(*words)).out.splitlines()))
+        self.assertEqual(['one', 'try 3', 'two'], sorted(self.assertExit(1, self.world.main(*words)).out.splitlines()))
         self.world.write('list', 'echo zero\necho one\necho two\n')
-        self.assertIn('1 of 3 jobs would run', self.assertExit(0, self.world.cli(*words, '--resume', '--dry-run')).out)
-        self.assertEqual('zero\n', self.assertExit(0, self.world.cli(*words, '--resume', '-k')).out)
+        self.assertIn('1 of 3 jobs would run', self.assertExit(0, self.world.main(*words, '--resume', '--dry-run')).out)
+        self.assertEqual('zero\n', self.assertExit(0, self.world.main(*words, '--resume', '-k')).out)
         self.assertEqual({'job1': 'echo one', 'job3': 'echo two', 'job4': 'echo zero'}, {job['name']: job['command'] for job in self.json('jobs list 3')['items']})
         self.assertEqual([('job1', 1), ('job3', 1), ('job4', 2)], [(row['job_name'], row['run_id']) for row in self.json('results list 3')['items']])
 
@@ -19246,7 +19248,7 @@ class RunTest(CommandTest):
         self.assertExit(0, self.world.main('create', 'w.yaml'))
         self.assertExit(2, self.world.main('run', 1, '--time-limit', 'PT65S'), text)
         self.assertEqual(1, self.json('status 1')['jobs_by_status']['uninitialized'])
-        self.assertExit(0, self.world.cli('run', 1, '--time-limit', 'PT5M'))
+        self.assertExit(0, self.world.main('run', 1, '--time-limit', 'PT5M'))
 
 
 # ======== 20d. Allocations ========
