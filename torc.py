@@ -835,6 +835,18 @@ def label_error(text: str) -> str:
     return name_error(text)
 
 
+PINNED_PROGRAM = Expression(r'(?:.*/)?torc-[0-9a-f]{12}/bin/torc\Z')
+
+
+def program_name() -> str:
+    """Name of this program in hints to the user: `torc` if it was started by that name, else torc.py.
+
+    The copy that the scripts of allocations call is none that users have under its name.
+    """
+    is_installed = os.path.basename(sys.argv[0]) == 'torc' and not PINNED_PROGRAM.match(sys.argv[0])
+    return 'torc' if is_installed else 'torc.py'
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """', did you mean ...?' for the choice nearest to a mistyped word, or ''."""
     near = difflib.get_close_matches(word, list(choices), 1, 0.6)
@@ -12090,7 +12102,7 @@ def read_token(path: str) -> str:
         raise Denied(f'token file {path} not found: '
                      'TORC_TOKEN_FILE names that of a running server') from None
     if not re.match(r'[0-9A-Za-z_-]{32,200}\Z', token):
-        raise Denied(f'{path} holds no token; `torc.py serve --new-token` makes one')
+        raise Denied(f'{path} holds no token; `{program_name()} serve --new-token` makes one')
     return token
 
 
@@ -12428,7 +12440,7 @@ def find_live_file(database: str, takes_over: bool) -> str:
     if lives is None and is_lost and not takes_over:
         raise Refused(f'the newest state of {database} is in the memory of host {found["host"]}: use it '
                       f'there first; or, if that host was restarted, continue with the snapshot of {saved_at}'
-                      f', by `torc.py serve --from-snapshot` or: rm {shlex.quote(path)}')
+                      f', by `{program_name()} serve --from-snapshot` or: rm {shlex.quote(path)}')
     if not is_lost:
         return found['path']
     log.warning('%s was in memory, which was lost with its server: changes after %s are lost',
@@ -13056,7 +13068,7 @@ def parse_users(text: str, path: str) -> Dict[str, str]:
         if cause:
             problems.append(Problem(f'user {printable(user)!r}: {cause}', number, 0, path))
         users[user] = stored
-    cure = f'`torc.py htpasswd add -f {shlex.quote(path)} USER` sets a password'
+    cure = f'`{program_name()} htpasswd add -f {shlex.quote(path)} USER` sets a password'
     if problems:
         raise BadInput(f"{counted(len(problems), 'line')} of {path} cannot be used; {cure} anew", problems)
     if not users:
@@ -13090,7 +13102,7 @@ def read_users(path: str) -> Dict[str, str]:
         return parse_users(read_password_file(path), path)
     except FileNotFoundError:
         raise BadInput(f'password file {path} not found; '
-                       f'`torc.py htpasswd add -f {shlex.quote(path)} USER` makes one') from None
+                       f'`{program_name()} htpasswd add -f {shlex.quote(path)} USER` makes one') from None
 
 
 class PasswordCheck:
@@ -15053,7 +15065,7 @@ def explain_absence(server: Dict[str, Any], reason: str) -> str:
     """Why a lasting server cannot be used, and the ways out: runners elsewhere find it at its old address."""
     database, paths = shlex.quote(server['database']), [registration_path()]
     words = [*server.get('serve', ()), '--port', parse_url(server['url']).port]
-    command = 'torc.py serve ' + ' '.join(shlex.quote(str(word)) for word in words)
+    command = f'{program_name()} serve ' + ' '.join(shlex.quote(str(word)) for word in words)
     reason += ', and its database is gone: a start makes a new one' * is_missing(server['database'])
     if server.get('travels'):
         reason += '; it goes on in its next allocation (`squeue --me`)'
@@ -15162,7 +15174,7 @@ class Connector:
         """NotFound if a database would be made."""
         if not self.named_url and not self.registration and is_missing(self.database):
             raise NotFound(f'database {self.database} not found, and no server: '
-                           '`torc.py run FILE` or `torc.py create FILE` makes one')
+                           f'`{program_name()} run FILE` or `{program_name()} create FILE` makes one')
 
     @property
     def is_lasting(self) -> bool:
@@ -24554,18 +24566,6 @@ def printable_in_colour(text: str, style: Style) -> str:
     return unprintable.sub(lambda match: printable(match.group()), text)
 
 
-PINNED_PROGRAM = Expression(r'(?:.*/)?torc-[0-9a-f]{12}/bin/torc\Z')
-
-
-def program_name() -> str:
-    """Name of this program in hints to the user: `torc` if it was started by that name, else torc.py.
-
-    The copy that the scripts of allocations call is none that users have under its name.
-    """
-    is_installed = os.path.basename(sys.argv[0]) == 'torc' and not PINNED_PROGRAM.match(sys.argv[0])
-    return 'torc' if is_installed else 'torc.py'
-
-
 # -------- width --------
 
 def character_width(character: str) -> int:
@@ -24902,34 +24902,8 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
 
 # -------- why nothing runs --------
 
-WAITING_SUMMARY = {     # code of a group of ready jobs -> what a summary says of so many
-    'lacks': '{} ready fit no runner or allocation', 'no_runner': '{} ready wait for a runner',
-    'late': '{} ready wait for a runner with more time left',
-    'action': '{} ready wait for an action that allocates nodes',
-    'allocation': '{} ready wait for an allocation', 'busy': '{} ready wait for busy runners',
-    'next_turn': '{} ready are about to be taken'}
 RUNNERS_SHOWN = 5
 ALLOCATIONS_SHOWN = 20
-
-
-def summarize_waiting(waiting: Dict[str, Any]) -> str:
-    """Answer of explain_waiting -> why nothing, or not everything, runs, in one sentence."""
-    status = waiting['status']
-    counts, running = status['jobs_by_status'], status['jobs_by_status']['running']
-    if status['is_canceled'] or status['is_complete']:
-        return verdict_of(status)[1]
-    ready = collections.Counter()   # type: Dict[str, int]
-    for group in waiting['ready']:
-        ready[group['code']] += group['count']
-    parts = [words.format(ready[code]) for code, words in WAITING_SUMMARY.items() if ready[code]]
-    for name, words in (('pending', '{} are being started'), ('blocked', '{} blocked wait for other jobs'),
-                        ('pending_failed', '{} failed wait for a decision'),
-                        ('uninitialized', '{} are not initialized')):
-        parts += [words.format(counts[name])] if counts[name] else []
-    failed = [action for action in waiting['actions'] if action['reason'].startswith('failed: ')]
-    parts += [f"{counted(len(failed), 'action')} failed"] if failed else []
-    head = f"{running} of {counted(status['total_jobs'], 'job')} running" if running else 'Nothing runs'
-    return f"{head}: {', '.join(parts)}" if parts else head
 
 
 def format_ready_group(group: Dict[str, Any]) -> str:
@@ -25558,7 +25532,8 @@ def peaks_of(number: int, known: Tuple[float, str], series: Recorded) -> JobPeak
     values = {axis: values_of(samples, AXES[axis].place) or [0.0] for axis in ('cpu', 'memory', 'processes')}
     peaks = {axis: max(found) for axis, found in values.items()}
     peaks['memory'] = max(peaks['memory'], known[0])
-    return JobPeaks(number, known[1], peaks, {axis: sum(found) / len(found) for axis, found in values.items()})
+    averages = {axis: sum(found) / len(found) for axis, found in values.items()}
+    return JobPeaks(number, known[1], peaks, averages)
 
 
 def describe_span(series: Recorded) -> str:
@@ -25607,7 +25582,8 @@ def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
     series = [(file.label, file.node_samples()) for file in files]
     series = [(label, samples) for label, samples in series if samples]
     if series:
-        panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series)) for axis in ('node_cpu', 'memory')]
+        panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series))
+                  for axis in ('node_cpu', 'memory')]
         yield 'system_timeline', make_figure('Nodes', [describe_span(series)], panels)
     known = [(file.label, file.node_summary()) for file in files]
     known = [(label, summary) for label, summary in known if summary]
@@ -25726,7 +25702,6 @@ class Session:
         self.command: Any = None    # its row in COMMANDS
         self.keeper: Optional[Keeper] = None    # of a runner that is a program of its own
         self.is_reading = False     # make no database, although the command may
-        self.has_said_where = False     # in which database
         self._client: Optional[Client] = None
         self._credentials: Optional[Credentials] = None
 
@@ -25835,7 +25810,6 @@ class Session:
     def show(self, text: str, style: Style = PLAIN) -> None:
         """Text to stdout; the style is that of text that was painted."""
         text = printable_in_colour(text, style)
-        self.note_place(text)
         try:
             self.out.write(text)
         except UnicodeEncodeError:  # a locale without UTF-8
@@ -25851,14 +25825,8 @@ class Session:
         """A message to stderr that may have several lines."""
         self.report(*printable_message(text).split('\n'))
 
-    def note_place(self, text: str) -> None:
-        """Whether a text says in which database the command works."""
-        if self._client is not None and self._client.location in text:
-            self.has_said_where = True
-
     def report(self, *lines: str) -> None:
         """Lines to stderr."""
-        self.note_place('\n'.join(lines))
         try:
             self.err.write(format_lines(lines))
             self.err.flush()    # before Python 3.9, stderr gathers what goes to a file or pipe
@@ -25939,7 +25907,7 @@ class Session:
         client = self._client
         if client is not None:
             is_in_job = bool(os.environ.get('TORC_WORKFLOW_ID'))    # its address was given, not chosen
-            if client.has_changed and not (self.has_said_where or is_in_job or client.is_own):
+            if client.has_changed and not (is_in_job or client.is_own):
                 self.inform(f'Used {client.location}')
             client.leave()
 
@@ -25958,14 +25926,6 @@ def name_workflow(session: Session, workflow_id: int) -> str:
     return printable_line(f"workflow {workflow['id']} ({workflow['name']}) of {session.client.location}")
 
 
-def tell_of_others(session: Session, **query: Any) -> None:
-    """Who has no workflow may see those of others, as a member of their access group."""
-    count = session.call('list_workflows', limit=1, **query)['total_count']
-    if count:
-        session.report(f"{counted(count, 'workflow')} of other users: "
-                       + command_line(session, 'workflows', 'list', '-a'))
-
-
 def choose_workflow(session: Session, args: Arguments) -> int:
     """The given or the only workflow; of several a choice on a terminal, elsewhere an error."""
     if args['workflow_id'] is not None:
@@ -25973,7 +25933,6 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     # Only the user's own: an operation on somebody else's needs its id.
     own = session.items('list_workflows', user=user_name(), is_archived=False)
     if not own:
-        tell_of_others(session, is_archived=False)
         raise BadInput('there is no workflow yet: make one with `create` or `run`')
     if len(own) == 1:
         return own[0]['id']
@@ -26351,10 +26310,13 @@ def cmd_list(session: Session, args: Arguments,
     items = [with_nulls(dated(item), noun_of(session).keys)
              for item in session.items(f'list_{plural}', **query)]
     complete(session, items)
-    excluded = {word.strip().lower() for words in args.get('exclude') or [] for word in words.split(',')}
-    headings = [heading for heading in headings_of(noun_of(session).columns)
-                if heading.title.lower() not in excluded]
-    return Listing(headings, items, plural.replace('_', ' '))
+    headings = {heading.title.lower(): heading for heading in headings_of(noun_of(session).columns)}
+    excluded = {word.strip().lower() for words in args.get('exclude') or () for word in words.split(',')}
+    for word in sorted(excluded.difference(headings)):
+        raise BadInput(f"-x {word}: there is no such column{did_you_mean(word, headings)}; there are: "
+                       + ', '.join(headings))
+    return Listing([heading for title, heading in headings.items() if title not in excluded], items,
+                   plural.replace('_', ' '))
 
 
 RELATIONS_SHOWN = 10    # names of each relation of a job
@@ -26581,8 +26543,6 @@ def cmd_workflows_list(session: Session, args: Arguments) -> Listing:
     headings = headings_of(NOUNS['workflows'].columns)
     if 'user' in query:     # it would say the same in every row
         headings = tuple(heading for heading in headings if heading.key != 'user')
-    if not items and query.pop('user', None):
-        tell_of_others(session, **query)
     return Listing(headings, items, 'workflows')
 
 
@@ -28011,7 +27971,7 @@ def report_location(session: Session, workflow: Dict[str, Any]) -> None:
     client = session.client
     if session.options['in_memory'] and not client.in_memory:
         session.report(f'warning: {client.location} is served already, and not from memory')
-    if not (client.is_own or session.has_said_where):
+    if not client.is_own:
         session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
 
 
@@ -28183,8 +28143,8 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
 
 def cmd_exec(session: Session, args: Arguments) -> int:
     """Run commands as the jobs of a workflow, without a file."""
-    options, prints = runner_options(args), args['print'] or args['keep_order']
-    if prints and session.format == 'json':
+    options = runner_options(args)
+    if args['print'] and session.format == 'json':
         raise BadInput('--print has no JSON form: leave one of the two out')
     if args['resume'] and not args['name']:
         raise BadInput('--resume needs --name NAME: that of the workflow to go on with (see: workflows list)')
@@ -28200,22 +28160,18 @@ def cmd_exec(session: Session, args: Arguments) -> int:
             dict(same, name=job.name, command=job.command, supports_termination=False)
             for job in plan.body['jobs']]))
         return 0
-    earlier, done = None, set()     # type: Optional[Dict[str, Any]], Set[Tuple[str, str]]
+    earlier = None      # type: Optional[Dict[str, Any]]
     if args['resume']:
         earlier = find_earlier(session, plan.body['workflow'], args['dry_run'])
     if earlier is not None:
         jobs = session.items('list_jobs', workflow_id=earlier['id'])
-        done = {(job['name'], job['command']) for job in jobs if job['status'] == 'completed'}
         plan.body['jobs'] = keep_names(plan.body['jobs'], jobs)
     if args['dry_run']:
         return apply_plan(session, plan, earlier, True)
     refuse_short_time(plan.body['workflow'], options)
     workflow_id = store_plan(session, plan, earlier, options)
-    order = [job.name for job in plan.body['jobs']
-             if args['keep_order'] and (job.name, job.command) not in done]
-    printer = OutputPrinter(session, order)
-    code = run_to_end(session, workflow_id, options, False, printer.on_end if prints else None, is_new=True)
-    printer.finish()
+    printer = functools.partial(print_output, session) if args['print'] else None
+    code = run_to_end(session, workflow_id, options, False, printer, is_new=True)
     if session.format == 'json':
         counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
         session.show_json({'workflow_id': workflow_id, 'status': 'failed' if code else 'completed',
@@ -28235,37 +28191,14 @@ def keep_names(planned: Sequence[PlannedJob], jobs: Sequence[Dict[str, Any]]) ->
         name=known[job.command].pop(0) if known[job.command] else f'job{next(numbers)}') for job in planned]
 
 
-class OutputPrinter:
-    """Prints what jobs of `exec` have written when they end: to our stdout and stderr."""
-
-    def __init__(self, session: Session, order: Iterable[str]) -> None:
-        self.session = session
-        self.order = collections.deque(order)   # names: each waits for those before it
-        self.ended = {}             # type: Dict[str, Sequence[Optional[str]]]  # files, until they are shown
-
-    def on_end(self, name: str, files: Sequence[Optional[str]]) -> None:
-        """A job has ended."""
-        self.ended[name] = files
-        if not self.order:
-            self.show(name)
-        while self.order and self.order[0] in self.ended:
-            self.show(self.order.popleft())
-
-    def show(self, name: str) -> None:
-        """Print a job's stdout and stderr, or what is both."""
-        files = self.ended.pop(name)
-        for file, out in dict(zip(files[::-1], (self.session.err, self.session.out))).items():
-            if file:
-                session = copy.copy(self.session)
-                session.out = out
-                Tail(session).show(file, '')
-                out.flush()
-
-    def finish(self) -> None:
-        """What has waited for jobs that have not run."""
-        for name in [*self.order, *self.ended]:
-            if name in self.ended:
-                self.show(name)
+def print_output(session: Session, name: str, files: Sequence[Optional[str]]) -> None:
+    """Print what a job of `exec` has written to its stdout and stderr, or to both, when it has ended."""
+    for file, out in dict(zip(files[::-1], (session.err, session.out))).items():
+        if file:
+            to_stream = copy.copy(session)
+            to_stream.out = out
+            Tail(to_stream).show(file, '')
+            out.flush()
 
 
 def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
@@ -28948,7 +28881,7 @@ def cmd_explain(session: Session, args: Arguments) -> Answer:
             row['has_ended'] = row['allocation_id'] in ended and listed is None
     program, style = command_line(session), style_of(session.out, os.environ)
     had_allocations = bool(session.items('list_scheduled_compute_nodes', 1, workflow_id=number))
-    waiting = {'workflow_id': number, 'summary': summarize_waiting(found),
+    waiting = {'workflow_id': number, 'summary': verdict_of(found['status'])[1],
                'next_steps': next_steps(found, program, had_allocations), 'slurm': slurm, **found}
     return Answer(waiting, format_waiting(waiting, time.time(), style, program), style)
 
@@ -32045,8 +31978,7 @@ COMMANDS = (
                  'that are new or did not complete'),
         Argument('--retries', 'N', 'run a job that fails up to N times more', at_least(0)),
         Argument('--timeout', 'DURATION', 'stop each job after this time, such as 90s or 2h', parse_duration),
-        Argument('--print', '', "print each job's stdout and stderr when it ends"),
-        Argument('-k --keep-order', '', 'the same, in the order of the commands'), *RUN_OPTIONS,
+        Argument('--print', '', "print each job's stdout and stderr when it ends"), *RUN_OPTIONS,
         Argument('--min-time-for-new-jobs', 'SECONDS', 'with -j: start no job when less of the time limit is '
                  'left (default 300, at most a tenth of it)', at_least(0, parse_whole_seconds)),
         Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
