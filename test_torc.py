@@ -38,10 +38,9 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     10a. Framing
     10b. Access
     10c. Streams
-    10d. Turns
-    10e. Connections
-    10f. Server
-    10g. Serving
+    10d. Connections
+    10e. Server
+    10f. Serving
     11a. Client
     11b. Steps
     12a. Monitor
@@ -8081,9 +8080,9 @@ class LeaseTest(WorldTest):
             torc.write_atomically(holder.path, torc.format_json(self.lease().mine).encode())
         dead, alive, away = {'start_ticks': 1}, {'pid': os.getpid()}, {'host': 'elsewhere'}
         for holds, how, on_second, waited_s in (
-                (dead, {}, {}, 1), (dead, {}, {1: displace}, None), (alive, {'takes_over': True}, {}, None), (alive, {'wait_s': 60}, {}, None),
-                (away, {}, {}, None), (away, {'wait_s': 20}, {}, None), (away, {'wait_s': 60}, {}, 40), (away, {'wait_s': 60}, {25: sign}, None),
-                (away, {'wait_s': 60}, {1: hang}, None), (away, {'wait_s': 60}, {35: displace}, None), (away, {'takes_over': True}, {}, 10)):
+                (dead, {}, {}, 1), (dead, {}, {1: displace}, None), (alive, {'takes_over': True}, {}, None), (alive, {}, {}, None),
+                (away, {}, {}, 40), (away, {}, {25: sign}, None), (away, {}, {1: hang}, None), (away, {}, {35: displace}, None),
+                (away, {'takes_over': True}, {}, 10)):
             with self.subTest(holds=holds, how=how, on_second=list(on_second)):
                 self.now, self.on_second = 1000.0, {}
                 holder, heir = self.held(**holds), self.lease()
@@ -8119,9 +8118,9 @@ class LeaseTest(WorldTest):
 
         def kill() -> None:
             raise SystemExit
-        away, dead, watch = {'host': 'elsewhere'}, {'start_ticks': 1}, {'wait_s': 60}
+        away, dead = {'host': 'elsewhere'}, {'start_ticks': 1}
         cases = {'another, after its end': (away, 'heir.take', lambda: attempt(other, other.take)),
-                 'another heir': (away, 'heir.take', lambda: attempt(other, other.take, **watch)),
+                 'another heir': (away, 'heir.take', lambda: attempt(other, other.take)),
                  'another heir of a dead one': (dead, 'heir.take', lambda: attempt(other, other.take)),
                  'its holder': (away, 'heir.take', lambda: attempt(holder, holder.renew, is_sure=True)),
                  'its heir, who has watched it': (away, 'holder.renew', lambda: attempt(heir, heir.succeed, found=found, is_dead=False)),
@@ -8140,7 +8139,7 @@ class LeaseTest(WorldTest):
                 believed_at, found = [], holder.read()      # type: List[float], Any
                 with self.before_call(number, inner) as has_acted, contextlib.suppress(SystemExit):
                     if outer == 'heir.take':
-                        attempt(heir, heir.take, **watch)
+                        attempt(heir, heir.take)
                     else:
                         attempt(holder, holder.renew, is_sure=True)
                 if not has_acted:
@@ -8325,7 +8324,7 @@ class ServerFilesTest(WorldTest):
                 ('a copy', copy, other, host, False), ('a copy of one in memory', copy, 0, host, False),
                 ('a copy of one that was removed', gone, other, host, False), ('it was moved', gone, own, host, True),
                 ('a path of another host', gone, own, 'login2', True), ('a copy on another host', here, other, 'login2', False),
-                ('replaced, as its server will notice', here, other, host, True), ('in memory elsewhere', here, 0, 'login2', True)):
+                ('replaced', here, other, host, False), ('in memory elsewhere', here, 0, 'login2', True), ('in memory and moved', gone, 0, host, True)):
             with self.subTest(case):
                 found = {'url': 'http://x', 'database': named, 'inode': inode, 'host': where, 'boot_id': boot}
                 torc.write_atomically(here + '.connection', json.dumps(found).encode())
@@ -8660,51 +8659,29 @@ class PasswordFileTest(WorldTest):
             with self.subTest(user=user, password=password):
                 self.assertIs(is_right, torc.matches_password(users[user], password))
 
-    @slow
-    def test_scrypt_is_that_of_rfc_7914(self) -> None:
-        if not hasattr(hashlib, 'scrypt'):      # then its lines are refused before anybody logs in
-            self.assertRegex(torc.explain_hash('$scrypt$ln=14,r=8,p=1$AAAA$AAAA'), 'no scrypt')
-            return
-        self.assertEqual('7023bdcb3afd7348461c06cd81fd38ebfda8fbba904f8e3ea9b543f6545da1f2d5432955613f0fcf62d49705242a9af9e61e85dc0d651e40dfcf017b45575887',
-                         torc.run_scrypt(b'pleaseletmein', b'SodiumChloride', 14, 8, 1, 64).hex())
-        stored = torc.hash_password(b'pleaseletmein', 4)
-        self.assertRegex(stored, r'\A\$scrypt\$ln=7,r=8,p=1\$')
-        self.assertIn('p=4$', torc.hash_password(b'x', 16))     # more work, no more memory
-
-    def test_what_is_made_here_is_known_here_with_or_without_scrypt(self) -> None:
-        for scrypt in {getattr(hashlib, 'scrypt', None), None}:
-            with unittest.mock.patch.object(torc.hashlib, 'scrypt', scrypt, create=True):
-                if scrypt is None:
-                    del torc.hashlib.scrypt
-                stored = torc.hash_password('gr\u00fc\u00df dich'.encode(), 4)
-                self.assertEqual('', torc.explain_hash(stored))
-                self.assertTrue(torc.matches_password(stored, 'gr\u00fc\u00df dich'.encode()))
-                self.assertFalse(torc.matches_password(stored, b'gruess dich'))
-                self.assertNotEqual(stored, torc.hash_password('gr\u00fc\u00df dich'.encode(), 4))
-                if scrypt is None:
-                    self.assertRaisesRegex(torc.BadInput, 'at most 72 bytes', torc.hash_password, b'x' * 73)
-                    torc.hashlib.scrypt = None
+    def test_what_is_made_here_is_known_here(self) -> None:
+        stored, word = torc.hash_password('gr\u00fc\u00df dich'.encode(), 4), 'gr\u00fc\u00df dich'.encode()
+        self.assertEqual('', torc.explain_hash(stored))
+        self.assertEqual((True, False), (torc.matches_password(stored, word), torc.matches_password(stored, b'gruess dich')))
+        self.assertNotEqual(stored, torc.hash_password(word, 4))
+        self.assertRaisesRegex(torc.BadInput, 'at most 72 bytes', torc.hash_password, b'x' * 73)
+        with unittest.mock.patch.object(torc, 'find_bcrypt', lambda: None):
+            self.assertRaisesRegex(torc.BadInput, 'libcrypt is missing or knows no bcrypt', torc.hash_password, word)
+            self.assertRegex(torc.explain_hash(stored), 'libcrypt is missing')
 
     def test_a_line_that_cannot_be_checked_is_reported_with_its_number_and_cure(self) -> None:
         good = torc.hash_password(b'open-sesame', 4)
         for text, wanted in (('ann', '1: user .ann.: it is not USER:HASH'),
-                             (f'a:{good}\nann:$apr1$x$y', '2: user .ann.: its hash is neither'),
-                             ('ann:', 'neither'),
-                             (f'a:{good}\na:{good}', '2: user .a.: the user stands in two lines'),
-                             ('ann:$scrypt$ln=30,r=8,p=1$AAAA$AAAA', 'too much memory'), ('ann:$scrypt$ln=1,r=17,p=1$AAAA$AAAA', 'too much memory'),
-                             ('ann:$scrypt$ln=4,r=8,p=1$A$AAAA', 'neither'), ('ann:$scrypt$ln=4,r=8,p=0$AAAA$AAAA', 'neither'),
-                             ('ann:$2y$99$' + 'a' * 53, 'neither'), ('ann:$2y$05$' + 'a' * 52, 'neither'),
-                             ('ann:$2a$31$' + 'a' * 53, 'takes too long'), ('ann:$2b$17$' + 'a' * 53, 'takes too long'),
-                             ('ann:$scrypt$ln=17,r=8,p=5$AAAA$AAAA', 'or too long'), ('ann:$scrypt$ln=17,r=16,p=999999$AAAA$AAAA', 'or too long')):
+                             (f'a:{good}\nann:$apr1$x$y', '2: user .ann.: its hash is not one of bcrypt'),
+                             ('ann:', 'not one of'), (f'a:{good}\na:{good}', '2: user .a.: the user stands in two lines'),
+                             ('ann:$2y$99$' + 'a' * 53, 'not one of'), ('ann:$2y$05$' + 'a' * 52, 'not one of'),
+                             ('ann:$2a$31$' + 'a' * 53, 'takes too long'), ('ann:$2b$17$' + 'a' * 53, 'takes too long')):
             with self.subTest(text), self.assertRaises(torc.BadInput) as caught:
                 torc.parse_users(text, 'my file')
             self.assertRegex(str(caught.exception.problems[0]), wanted)
             self.assertIn("`torc.py htpasswd add -f 'my file' USER`", caught.exception.message)
         self.assertRaisesRegex(torc.BadInput, 'names no user', torc.parse_users, '# nobody\n', 'f')
         self.assertRaisesRegex(torc.BadInput, 'cannot be a user', torc.parse_users, f'anonymous:{good}', 'f')
-        with unittest.mock.patch.object(torc, 'find_bcrypt', lambda: None), self.assertRaises(torc.BadInput) as caught:
-            torc.parse_users(BCRYPT_LINES[0], 'f')
-        self.assertIn('libcrypt is missing or knows no bcrypt', str(caught.exception.problems[0]))
 
     def test_a_file_that_others_may_change_lets_nobody_in(self) -> None:
         path = self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4))
@@ -8829,43 +8806,32 @@ class PasswordServerTest(WorldTest):
         torc.matches_password = lambda stored, password: password == b'right by chance'
         with contextlib.ExitStack() as stack:
             wrong = self.begin(stack, 'ann', 'wrong')
-            self.world.wait(lambda: self.users.checks and not self.users.hashing.locked(), 10, 'the check')
+            self.world.wait(lambda: self.users.room._value < torc.MAX_CHECKS and not self.users.hashing.locked(), 10, 'the check')
             self.assertEqual([200], statuses(self.ask(login('bob', 'right by chance'))))
-            self.assertTrue(self.users.checks)      # who waits for his 401 delays nobody
+            self.assertLess(self.users.room._value, torc.MAX_CHECKS)        # who waits for his 401 delays nobody
             self.assertEqual([401], statuses(read_all(wrong)))
         self.set_constant('WRONG_PASSWORD_S', 0.0)
         self.assertEqual([401], statuses(self.ask(login('nobody', 'right by chance'))))
 
-    def test_a_hundred_runners_of_one_user_wait_for_one_check(self) -> None:
-        check = torc.matches_password
-        for password, status in (('open-sesame', 200), ('wrong', 401)):
-            torc.matches_password = check
-            gate = self.hold_checks()
-            with contextlib.ExitStack() as stack:
-                clients = [self.begin(stack, 'ann', password) for _ in range(100)]
-                self.world.wait(lambda: sum(one.is_at_work for one in list(self.server.server.listener.connections.values())) == 100, 10, 'all of them')
-                gate.set()
-                self.assertEqual([[status]] * 100, [statuses(read_answers(client, 1)) for client in clients])
-            self.assertEqual([password.encode()], self.checks)
-            self.assertEqual({}, self.users.checks)
-
-    def test_few_of_each_user_are_checked_at_a_time_and_others_are_served_meanwhile(self) -> None:
-        self.assertEqual([200], statuses(self.ask(login('bob', 'long:enough'))))
+    def test_a_hundred_runners_of_one_user_wait_for_one_check_and_a_flood_of_guesses_is_turned_away(self) -> None:
         gate = self.hold_checks()
         with contextlib.ExitStack() as stack:
-            guesses = [self.begin(stack, 'ann', f'guess {number}') for number in range(torc.MAX_CHECKS_OF_USER)]
-            self.world.wait(lambda: len(self.users.checks) == len(guesses), 10, 'the guesses')
-            answer = self.ask(login('ann', 'one more'))
-            self.assertEqual(([429], True), (statuses(answer), b'retry-after: 1' in answer))
-            for authorization in (login('bob', 'long:enough'), f'Bearer {self.TOKEN}'):
-                self.assertEqual([200], statuses(self.ask(authorization)))
-            other = self.begin(stack, 'carl', 'guess')     # has a queue of his own
-            self.world.wait(lambda: len(self.users.checks) == len(guesses) + 1, 10, 'the other')
-            self.set_constant('MAX_CHECKS', len(guesses) + 1)
-            self.assertEqual([429], statuses(self.ask(login('dora', 'guess'))))
+            clients = [self.begin(stack, 'ann', 'open-sesame') for _ in range(100)]
+            self.world.wait(lambda: sum(one.needed_until == math.inf for one in list(self.server.server.listener.connections.values())) == 100,
+                            10, 'all of them')
             gate.set()
-            self.assertEqual([[401]] * (len(guesses) + 1), [statuses(read_all(client)) for client in guesses + [other]])
-        self.assertEqual([200], statuses(self.ask(login('ann', 'open-sesame'))))
+            self.assertEqual([[200]] * 100, [statuses(read_answers(client, 1)) for client in clients])
+            self.assertEqual([b'open-sesame'], self.checks)
+            self.users.room = threading.BoundedSemaphore(2)
+            gate.clear()
+            guesses = [self.begin(stack, 'bob', f'guess {number}') for number in range(2)]
+            self.world.wait(lambda: self.users.room._value == 0, 10, 'the guesses')
+            answer = self.ask(login('bob', 'one more'))
+            self.assertEqual(([429], True), (statuses(answer), b'retry-after: 1' in answer))
+            for authorization in (login('ann', 'open-sesame'), f'Bearer {self.TOKEN}'):     # who is known is served
+                self.assertEqual([200], statuses(self.ask(authorization)))
+            gate.set()
+            self.assertEqual([[401]] * 2, [statuses(read_all(client)) for client in guesses])
 
     def test_a_file_that_is_read_again_counts_at_once(self) -> None:
         reload = '/torc-service/v1/admin/reload-auth'
@@ -8886,14 +8852,6 @@ class PasswordServerTest(WorldTest):
             self.assertEqual([401], statuses(self.ask(login('ann', 'open-sesame'))))
             self.assertEqual([200], statuses(self.ask(login('ann', 'another word'))))
 
-    @slow
-    def test_who_guesses_the_password_of_one_name_delays_no_other_user(self) -> None:
-        self.start(known_s=0.0)     # every login is checked
-        self.set_constant('WRONG_PASSWORD_S', 1.0)
-        waits = guess_beside(self.server.port, ['ann'], 290, lambda: statuses(self.ask(login('bob', 'long:enough'))) == [200], 10)
-        self.assertEqual(10, len(waits))
-        self.assertLess(sorted(waits)[5], 3.0, waits)
-
     def test_a_check_that_fails_is_a_wrong_password_and_the_next_one_is_made(self) -> None:
         with unittest.mock.patch.object(torc, 'matches_password', side_effect=MemoryError):
             self.assertEqual([401], statuses(self.ask(login('ann', 'open-sesame'))))
@@ -8908,34 +8866,6 @@ class PasswordServerTest(WorldTest):
             self.ask(login('ann', 'wrong'))
         self.assertEqual([f'refused a request of 127.0.0.1: {torc.LOG_IN.format("127.0.0.1")} (401)', 'refused a request of 127.0.0.1: user or password is wrong (401)'],
                          [record.getMessage() for record in caught.records])
-
-
-def guess_beside(port: int, names: Sequence[str], count: int, try_right: Callable[[], bool], times: int) -> List[float]:
-    """While clients show wrong passwords of these users, each anew when it is refused: how long right ones took, in s."""
-    is_over, numbers = threading.Event(), itertools.count()
-
-    def guess(name: str) -> None:
-        while not is_over.is_set():
-            with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), 60) as client:
-                client.sendall(http_request(authorization=login(name, f'guess {next(numbers)}')))
-                read_all(client)
-            is_over.wait(0.05)
-    clients = [threading.Thread(target=guess, args=(names[number % len(names)],)) for number in range(count)]
-    for client in clients:
-        client.start()
-    waits = []
-    try:
-        while next(numbers) < 2 * count:      # the flood is under way
-            is_over.wait(0.01)
-        for _ in range(times):
-            began = time.monotonic()
-            if try_right():
-                waits.append(time.monotonic() - began)
-    finally:
-        is_over.set()
-        for client in clients:
-            client.join()
-    return waits
 
 
 # ======== 10c. Streams ========
@@ -9109,14 +9039,6 @@ class StreamTest(WorldTest):
         self.assertGreater(dropped, 1000)
         self.assertEqual(10000, dropped + len([event for event in events if event.type == 'flood']))
 
-    def test_a_reader_that_takes_nothing_is_cut_off(self) -> None:
-        self.set_constant('CLIENT_DEADLINE_S', 0.5)
-        self.set_constant('KEEP_ALIVE_S', 0.1)      # comments do not keep it open
-        self.read(receive_bytes=4096)
-        for _ in range(80):
-            self.tell('flood', count=100, text='x' * 1000)
-        self.world.wait(lambda: not self.has_readers(), 20, 'the reader to be cut off')
-
     def test_there_are_few_at_once(self) -> None:
         self.set_constant('MAX_STREAMS', 3)
         readers = [self.read() for _ in range(3)]
@@ -9154,7 +9076,7 @@ class StreamTest(WorldTest):
     def test_what_is_not_committed_is_not_sent(self) -> None:
         reader = self.read()
         node = dict(TurnTest.NODE, workflow_id=self.workflow_id)
-        store = self.server.server.service.store = self.server.server.responder.store = CountingStore(self.server.server.store)
+        store = self.server.server.service.store = self.server.server.store = CountingStore(self.server.server.store)
         store.failures = 1
         body = torc.format_json(node).encode()
         self.assertEqual([503], statuses(self.server.ask(http_request('POST', torc.API_PREFIX + '/compute_nodes', body))))
@@ -9187,9 +9109,6 @@ class StreamTest(WorldTest):
             readers[0].data = b''
             readers[0].until(b':\n\n')     # as before
             bob = login('bob', 'another one')
-
-
-# ======== 10d. Turns ========
 
 
 class CountingStore:
@@ -9291,28 +9210,15 @@ class TurnTest(WorldTest):
         self.ask_all(self.LIST)
         self.assertGreater(self.server.wait_s(), 4)     # the service looks at its clock 5 s after a request
 
-    def test_leases_begin_anew_when_nobody_could_speak_or_a_clock_was_set(self) -> None:
-        rows = rows_of("""
-            case                                 planned  running  wall    anew
-            nothing                              0        0        0       -
-            a long request                       0        8        8       -
-            it was stopped                       0        100      100     yes
-            the machine was suspended            0        3600     3600    yes
-            the clock was set                    0        0.1      3600    yes
-            the clock was set back               0        0.1      -3600   yes
-            the clock is pulled to the right     0        5        5.5     -
-            the hypervisor had stopped both      0        0.1      600     yes
-            a wait that was planned              100      100      100     -
-            a wait that took longer              80       100      100     yes
-            """)
-        for row in rows:
-            with self.subTest(row['case']):
-                now = torc.read_clocks()
-                self.server.clocks = torc.Clocks(now.running - float(row['running']), now.wall - float(row['wall']))
+    def test_leases_begin_anew_when_nobody_could_speak(self) -> None:
+        for case, planned_s, took_s, is_anew in (('nothing', 0, 0, False), ('a long request', 0, 8, False), ('it was stopped', 0, 100, True),
+                                                 ('a wait that was planned', 100, 100, False), ('a wait that took longer', 80, 100, True)):
+            with self.subTest(case):
+                self.server.looked_at = torc.uptime_s() - took_s
                 word = self.server.service.nodes[1]
                 word.lease_ends_at = 5.0
-                self.server.look_at_clocks(float(row['planned']))
-                self.assertEqual(None if row['anew'] else 5.0, word.lease_ends_at)
+                self.server.look_at_clock(planned_s)
+                self.assertEqual(None if is_anew else 5.0, word.lease_ends_at)
 
     def test_a_server_that_is_stopped_in_the_middle_of_a_turn_gives_nobody_up(self) -> None:
         store = self.store.store
@@ -9323,8 +9229,8 @@ class TurnTest(WorldTest):
         lost = []   # type: List[List[int]]
         self.server.tick = lambda service: lost.append(torc.release_lost_nodes(service.context(), lambda *runner: None))
         self.server.on_tick(0.0)
-        real = torc.read_clocks
-        with unittest.mock.patch.object(torc, 'read_clocks', lambda: torc.Clocks(*(now + 3600 for now in real()))):
+        real = torc.uptime_s
+        with unittest.mock.patch.object(torc, 'uptime_s', lambda: real() + 3600):
             self.server.on_tick(0.0)        # stopped between its look at the clocks and this
             self.ask_all(self.LIST)
             self.server.on_tick(0.0)
@@ -9385,15 +9291,6 @@ class TurnTest(WorldTest):
             self.ask_all(*[status] * 10)
         self.assertEqual(2, lives.call_count)       # once a turn, for both nodes
 
-    def test_memory_is_given_back_after_a_turn_that_changed_many_rows(self) -> None:
-        calls = []      # type: List[int]
-        self.set_constant('give_memory_back', lambda: calls.append(1))
-        self.set_constant('MANY_ROWS', 50)
-        jobs = [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(60)]
-        for path, body, expected in (('/workflows', {'name': 'w', 'user': 'u'}, 0), ('/bulk_jobs', {'jobs': jobs}, 1)):
-            self.ask('POST', path, json.dumps(body).encode())
-            self.assertEqual(expected, len(calls), path)
-
     def test_who_waits_when_it_ends_is_told_so(self) -> None:
         self.clients[0].sendall(self.CREATE)
         self.world.wait(lambda: self.server.asked, 10, 'the request')
@@ -9404,7 +9301,7 @@ class TurnTest(WorldTest):
         self.assertEqual(0, self.count())
 
 
-# ======== 10e. Connections ========
+# ======== 10d. Connections ========
 
 # What brings servers down, and the tests that show that it does not bring down this one (many over TLS too):
 #
@@ -9418,7 +9315,7 @@ class TurnTest(WorldTest):
 #   many connections at once          RoomTest; CrowdTest
 #   no descriptors, no threads left   RoomTest
 #   client gone before the answer     ServerTest: a client that is gone
-#   all of it, at random              CrowdTest: malformed requests; RequestFaultTest: rubbish of all kinds
+#   all of it, at random              RequestFaultTest: rubbish of all kinds
 
 
 class ServerTest(WorldTest):
@@ -9482,7 +9379,6 @@ class ServerTest(WorldTest):
                 ([413], b'are allowed here', http_request('POST', self.PATH, content_length=str(too_long), expect='100-continue'),
                  http_request('POST', self.PATH, b'x' * too_long)),
                 ([414], b'request line is longer', b'GET /' + b'x' * 20000),
-                ([417], b'cannot be met', http_request(expect='wonders')),
                 ([431], b'header fields', b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000, http_request(path='/', x='y' * 70000)),
                 ([501], b'is not supported', http_request('POST', '/', transfer_encoding='chunked') + b'5\r\nGET /\r\n0\r\n\r\n')):
             for data in requests:
@@ -9504,7 +9400,7 @@ class ServerTest(WorldTest):
             self.assertEqual([200], statuses(read_answers(client, 1)))
 
     def test_a_bug_costs_one_answer_or_one_client(self) -> None:
-        for name, how, expected in (('parse_body', {'side_effect': ZeroDivisionError}, [500]), ('find_static', {'side_effect': ZeroDivisionError}, []),
+        for name, how, expected in (('parse_body', {'side_effect': ZeroDivisionError}, [500]), ('format_answer', {'side_effect': ZeroDivisionError}, []),
                                     ('answer_call', {'return_value': (200, math.inf)}, [500])):
             with self.subTest(name), unittest.mock.patch.object(torc, name, **how):
                 self.assertEqual(expected, statuses(self.server.ask(self.CREATE)))
@@ -9550,16 +9446,13 @@ class ServerTest(WorldTest):
         for request in [self.CREATE] + [http_request('POST', '/torc-service/v1/events', event)] * 14:
             self.assertEqual([200], statuses(self.server.ask(request)))
         self.set_constant('CLIENT_DEADLINE_S', 1.0)
-        self.set_constant('MAX_UNSENT_BYTES', 10 ** 7)
         events = http_request(path='/torc-service/v1/events?workflow_id=1')
         with contextlib.ExitStack() as stack, socket.socket() as late:
             late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             late.connect(('127.0.0.1', self.server.port))
             late = stack.enter_context(contextlib.closing(self.server.wrap(late)))
             late.sendall(events * 2)
-            self.world.wait(self.server.server.listener.count_unsent_bytes, 20, 'the long answer')
-            answer = self.server.ask(self.CREATE + events)      # another long one has no room, and all else is answered
-            self.assertEqual(([200, 503], True), (statuses(answer), b'too many long answers are on their way' in answer))
+            self.assertEqual([200], statuses(self.server.ask(self.CREATE)))
             self.world.wait(lambda: not self.connections, 20, 'the slow reader to be dropped')
         answer = self.server.ask(events + http_request())       # a patient reader gets all of it
         self.assertEqual(([200, 200], True), (statuses(answer), len(answer) > 14 * 1500000))
@@ -9661,14 +9554,6 @@ class RoomTest(WorldTest):
         self.gate.set()
         self.assertEqual([[200]] * 6, [statuses(read_answers(client, 1)) for client in clients])
         self.idle()
-
-    def test_who_waits_for_room_does_not_hold_up_the_end(self) -> None:
-        self.all_at_work()
-        with self.server.connect() as late:
-            self.world.wait(lambda: not select.select([self.listener.socket], [], [], 0)[0], 10, 'it to be accepted')
-            self.listener.stop_accepting()
-            self.assertFalse(self.listener.thread.is_alive())
-            self.assertNotIn(200, statuses(read_all(late)))
 
     def test_who_is_let_in_as_it_leaves_is_told_so(self) -> None:
         def let_in() -> bool:
@@ -9791,73 +9676,6 @@ class CrowdTest(WorldTest):
         self.assertLessEqual(threads, torc.MAX_CONNECTIONS + 3)
         self.assertLess(memory_kb, 60000)
 
-    def test_a_hundred_runners_that_wait_cost_next_to_nothing(self) -> None:
-        with torc.Client.connect(f'http://127.0.0.1:{self.port}') as client:
-            workflow_id = client.create_workflow({'name': 'w', 'user': 'u'})['id']
-            client.create_job({'workflow_id': workflow_id, 'name': 'a', 'command': 'true'})
-            client.initialize_jobs(workflow_id)
-            node = client.create_compute_node(dict(TurnTest.NODE, workflow_id=workflow_id, hostname='far', lease_s=600.0))['id']
-            body = {'compute_node_id': node, 'run_id': 1, 'want': WaitTest.WANT, 'lease_s': 600.0}
-            self.assertEqual(1, len(client.runner_sync(workflow_id, body)['jobs']))
-            request = http_request('POST', f'{torc.API_PREFIX}/workflows/{workflow_id}/runner_sync', json.dumps(dict(body, wait_s=50.0)).encode())
-            waiting = [self.connect() for _ in range(100)]
-            for runner in waiting:
-                runner.sendall(request)
-            self.world.wait(lambda: self.count('task') >= 100, 10, 'the threads of all')
-            client.ping()
-            time.sleep(1.0)     # until all wait
-            before_s = cpu_of(self.pid)
-            time.sleep(5.0)
-            used_s = cpu_of(self.pid) - before_s
-            self.assertFalse(select.select(waiting, [], [], 0)[0])
-        self.assertLess(used_s, 2.5 * cpu_unit_s(), '1 % of a core')
-
-    def test_twenty_thousand_malformed_requests_are_4xx_and_leave_nothing(self) -> None:
-        before, chance, found = self.count('fd'), random.Random(22), collections.Counter()
-        pieces = [b'GET /', b' HTTP/1.1\r\n', b'\r\n', b'\n', b'\0', b'\xff', b'x' * 300, b'Host: 127.0.0.1\r\n', b': ', b'content-length: ',
-                  b'transfer-encoding: chunked\r\n', b'9' * 30, b'POST /torc-service/v1/jobs', b'{"name":', b'[' * 50, b'-1', b' ']
-        whole = http_request('POST', ServerTest.PATH, b'{"name":1}')
-
-        def send(number: int) -> None:
-            for _ in range(2500):
-                data = b''.join(chance.choice(pieces) for _ in range(chance.randrange(1, 12)))
-                if chance.random() < 0.5:
-                    place = chance.randrange(len(whole))
-                    data = whole[:place] + chance.choice(pieces) + whole[place + chance.randrange(20):]
-                with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', self.port), 20) as client:
-                    client.sendall(data)
-                    client.shutdown(socket.SHUT_WR)
-                    found.update(statuses(read_all(client)))
-        for thread in self.together(8, send):
-            thread.join()
-        self.assertEqual([], [status for status in found if not 400 <= status < 500 and status != 501], found)
-        self.assertGreater(sum(found.values()), 5000)
-        self.world.wait(lambda: self.count('task') <= 2 and self.count('fd') <= before, 20, 'all threads and descriptors to be given back')
-
-    def test_answers_that_were_given_survive_a_signal_and_it_ends_at_once(self) -> None:
-        given, is_over = [], threading.Event()
-
-        def ask(number: int) -> None:
-            with contextlib.suppress(OSError, AssertionError), socket.create_connection(('127.0.0.1', self.port), 10) as client:
-                while not is_over.is_set():
-                    client.sendall(ServerTest.CREATE)
-                    answer = read_answers(client, 1)
-                    if statuses(answer) == [200]:
-                        given.append(int(re.search(rb'"id":(\d+)', answer).group(1)))
-        clients = self.together(20, ask)
-        self.world.wait(lambda: len(given) > 100, 20, 'answers')
-        began = time.monotonic()
-        os.kill(self.pid, signal.SIGTERM)
-        self.world.wait(lambda: not os.path.exists(self.world.path('my.db.connection')), 10, 'the end')
-        took_s = time.monotonic() - began
-        is_over.set()
-        for client in clients:
-            client.join()
-        self.assertLess(took_s, 2.0)
-        self.world.server.finish(10)
-        with contextlib.closing(torc.Store(self.world.path('my.db'))) as store:
-            self.assertLessEqual(set(given), set(store.ids('SELECT id FROM workflow')))
-
 
 @slow
 class TlsServerTest(ServerTest):
@@ -9913,7 +9731,7 @@ class TlsServerTest(ServerTest):
             self.assertEqual([status], statuses(self.server.ask(http_request(host=host, origin=f'{scheme}://{host}'))))
 
 
-# ======== 10f. Server ========
+# ======== 10e. Server ========
 
 
 class WaitTest(WorldTest):
@@ -9992,12 +9810,6 @@ class WaitTest(WorldTest):
         answer, took_s = found
         self.assertEqual(([], True), (answer['jobs'], answer['waited']))
         self.assertGreaterEqual(took_s, 0.5)
-
-    def test_waits_hold_at_most_half_of_the_connections(self) -> None:
-        self.assertEqual(self.server.server.listener.most // 2, self.waiters.most)
-        self.waiters.most, workflow_id = 1, self.start()
-        with self.waiting(workflow_id, 5.0):
-            self.assertNotIn('waited', self.sync(workflow_id, 1, wait_s=25.0))
 
     def test_a_runner_that_has_left_gets_no_job(self) -> None:
         workflow_id = self.start()
@@ -10098,7 +9910,7 @@ class ServedRunTest(WorldTest):
             self.assertEqual(0, process.returncode, out)
 
 
-# ======== 10g. Serving ========
+# ======== 10f. Serving ========
 
 
 @slow
@@ -10331,7 +10143,7 @@ class MemoryDatabaseTest(WorldTest):
         self.world.server.process.wait(20)
 
     def test_what_the_next_one_finds_after_every_end(self) -> None:
-        look, go_on, give_up = ('workflows', 'list'), ('serve', '--in-memory'), ('serve', '--in-memory', '--from-snapshot')
+        look, go_on, give_up = ('workflows', 'list'), ('serve', '--in-memory'), ('serve', '--in-memory', '--takeover')
         back, lost, kept = 'its changes were written back', 'which was lost with its server: changes after 20', 'is in the memory of host '
         for number, (end, change, is_memory_gone, then, code, text, count) in enumerate((
                 (signal.SIGTERM, {}, True, look, 0, '', 1),
@@ -10343,7 +10155,7 @@ class MemoryDatabaseTest(WorldTest):
                 (signal.SIGKILL, {'pid_namespace': 1}, False, look, 0, back, 1),        # killed with its container
                 (signal.SIGKILL, {'pid_namespace': 1}, True, look, 4, kept, 0),
                 (signal.SIGKILL, {'host': 'node7'}, False, look, 4, kept + 'node7', 0),
-                (signal.SIGKILL, {'host': 'node7'}, False, go_on, 4, 'by `torc.py serve --from-snapshot` or: rm ', 0),
+                (signal.SIGKILL, {'host': 'node7'}, False, go_on, 4, 'continue with the snapshot of ', 0),
                 (signal.SIGKILL, {'host': 'node7'}, False, give_up, 0, lost, 0))):
             with self.subTest(end=end, change=change, is_memory_gone=is_memory_gone, then=then):
                 self.database = self.world.path(f'{number}.db')
@@ -10377,39 +10189,6 @@ class MemoryDatabaseTest(WorldTest):
                 self.assertEqual({'db', 'db.token', *['db.memory'] * is_kept}, left - {'db.connection'})
                 self.assertEqual(0o600, os.stat(self.database).st_mode & 0o777)
 
-    def test_a_last_snapshot_keeps_the_lease_and_without_it_leaves_the_files_of_the_next_one_alone(self) -> None:
-        silenced(self)
-        self.now, looks = 1000.0, []
-        store, lease = torc.move_to_memory(torc.Store(self.database)), torc.Lease(self.database, lambda: self.now)
-        self.addCleanup(shutil.rmtree, os.path.dirname(store.path))
-        self.addCleanup(store.close)
-        lease.take()
-        store.lease, store.snapshots = lease, torc.CopyWriter(store, 300.0, print)
-        with store.transaction():
-            store.run_many('INSERT INTO workflow (name, user, timestamp) VALUES (?, ?, ?)', [('w', 'u', 't')] * 20000)
-        renew = lease.renew
-
-        def renew_later(is_sure: bool = False) -> None:
-            self.now += 8
-            looks.append(self.now - lease.looked_at)
-            renew(is_sure)
-        with unittest.mock.patch.object(lease, 'renew', renew_later):
-            self.assertTrue(store.snapshots.write_snapshot())
-        self.assertGreater(len(looks), 5)
-        self.assertLess(max(looks), 3 * lease.PERIOD_S)
-        os.unlink(lease.path)
-        heir = torc.Lease(self.database)
-        heir.mine['host'] = 'elsewhere'
-        heir.take()
-        for name in ('my.db', 'my.db.memory'):
-            self.world.write(name, 'the next one\'s')
-        store.snapshots.ask()
-        store.snapshots.act(0.0)
-        self.assertIn('taken the database over', store.snapshots.error)
-        store.snapshots.close()
-        self.assertEqual(['the next one\'s'] * 2, [self.world.read(name) for name in ('my.db', 'my.db.memory')])
-        self.assertTrue(os.path.exists(store.path))     # nowhere else is what was answered last
-
     def test_it_is_copied_at_intervals_and_when_asked_and_nobody_else_uses_the_copy(self) -> None:
         self.world.serve('-d', 'my.db', '--in-memory', '--snapshot-interval-seconds', 1)
         counts = [0]
@@ -10440,19 +10219,6 @@ class MemoryDatabaseTest(WorldTest):
         os.rmdir(self.database + '.new')
         self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
         self.assertEqual(4, self.count())
-
-    def test_who_opens_it_just_before_the_last_snapshot_takes_that_one(self) -> None:
-        self.world.serve('-d', self.database, '--in-memory')
-        self.add_events(1)
-        os.unlink(self.database + '.connection')
-        code = ('import os, sys, time\nsys.path.insert(0, sys.argv[1])\nimport torc\nfind = torc.find_live_file\n'
-                'def find_late(database, *more):\n    torc.find_live_file = find\n    os.kill(int(sys.argv[2]), 15)\n'
-                '    while os.path.exists(database + ".memory"):\n        time.sleep(0.01)\n    return find(database, *more)\n'
-                'torc.find_live_file = find_late\nsys.exit(torc.main(sys.argv[3:]))')
-        words = [sys.executable, '-B', '-c', code, os.path.dirname(stub_path()), str(self.world.server.process.pid), '--db', self.database]
-        found = subprocess.run([*words, 'workflows', 'list', '-a'], env=self.world.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
-        self.assertEqual((0, 1), (found.returncode, found.stdout.count(b'Total: 1')), found.stdout)
-        self.assertEqual((1, False), (self.count(), os.path.exists(self.database + '.rescued')))
 
     def test_a_copy_beside_a_killed_server_s_memory_stays_what_it_became_when_the_original_has_gone(self) -> None:
         self.world.serve('-d', self.database, '--in-memory')
@@ -10507,14 +10273,6 @@ class MemoryDatabaseTest(WorldTest):
         self.world.serve('-d', 'my.db')
         self.assertExit(0, self.world.cli('--db', 'my.db', '--in-memory', 'exec', '-c', 'true'), 'is served already, and not from memory')
 
-    def test_there_must_be_room_for_it(self) -> None:
-        with self.assertRaisesRegex(torc.BadInput, 'has room for a database of 1024.0TB'):
-            torc.make_memory_directory(2 ** 50)
-        with unittest.mock.patch('os.statvfs', side_effect=[OSError(2, 'no /dev/shm'), os.statvfs('/')]):
-            path = torc.make_memory_directory(0)
-        self.addCleanup(os.rmdir, path)
-        self.assertEqual(tempfile.gettempdir(), os.path.dirname(path))
-
 
 class BackupTest(WorldTest):
     """`serve --backup`."""
@@ -10567,17 +10325,6 @@ class BackupTest(WorldTest):
         self.assertExit(0, self.world.server.finish(20))
         self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '--backup', 'my.db'), 'belongs to the database itself')
         self.assertExit(4, self.world.cli('serve', '-d', 'none.db', '--backup', 'copy.db'), 'none.db not found, and no server')
-
-    def test_a_copy_that_fails_leaves_the_one_before_and_nothing_else(self) -> None:
-        store, path = torc.Store(self.world.path('my.db')), self.world.path('copy.db')
-        self.addCleanup(store.close)
-        torc.write_backup(store, path)
-        before = os.stat(path)
-        with unittest.mock.patch.object(os, 'fsync', side_effect=OSError(errno.ENOSPC, 'No space left on device')):
-            self.assertRaisesRegex(OSError, 'No space', torc.write_backup, store, path)
-        found = os.stat(path)
-        self.assertEqual((before.st_ino, before.st_mtime_ns), (found.st_ino, found.st_mtime_ns))
-        self.assertEqual(['copy.db', 'my.db', 'my.db-wal'], sorted(os.listdir(self.world.directory)))
 
 
 OTHER_HOST = ('import sys, socket; sys.path.insert(0, sys.argv[1]); import torc\n'
@@ -10742,18 +10489,6 @@ class EmbeddedTest(WorldTest):
         client.sendall(http_request(path='/healthz'))
         read_answers(client, 1)
         return client
-
-    def test_an_interrupt_while_a_server_is_forked_is_not_lost(self):
-        program = """
-            import os, signal, torc
-            os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))
-            try:
-                os._exit(7 if torc.fork() else 0)
-            except KeyboardInterrupt:
-                os._exit(130)
-            """
-        if sys.version_info >= (3, 7):      # before, Python calls nothing at a fork
-            self.assertEqual(130, subprocess.call([sys.executable, '-c', textwrap.dedent(program)], cwd=HERE))
 
     def test_without_room_for_processes_it_is_said_and_nothing_is_left_open(self) -> None:
         before = open_descriptors()
@@ -11045,12 +10780,9 @@ class RelayTest(WorldTest):
             client = torc.Client(database=self.world.path('torc.db'))
             self.assertRaisesRegex(torc.Unreachable, 'is not the server of the token', client.reconnect, wait_s=0)
 
-    @slow
-    def test_what_is_altered_on_the_way_or_sent_again_is_not_done_and_no_altered_answer_is_accepted(self) -> None:
+    def test_what_is_altered_on_the_way_is_not_done_and_no_altered_answer_is_accepted(self) -> None:
         for way, old, new, error in (
-                ('request', b'"good"', b'"evil"', 'no answer from'), ('request', b'POST ', b'PUT  ', 'no answer from'),
-                ('request', b'/workflows ', b'/workflowz ', 'no answer from'), ('request', b'HMAC ', b'HMAB ', 'no answer from'),
-                ('request', b'content-length: 26', b'content-length: 25', 'no answer from'),
+                ('request', b'"good"', b'"evil"', 'no answer from'), ('request', b'/workflows ', b'/workflowz ', 'no answer from'),
                 ('answer', b'HTTP/1.1 200', b'HTTP/1.1 404', 'not signed by'), ('answer', b'torc-signature', b'torx-signature', 'not signed by'),
                 ('answer', b'"count":0', b'"count":2', 'not signed by')):
             with self.subTest(old=old), self.connect() as client:
@@ -11061,18 +10793,8 @@ class RelayTest(WorldTest):
                     client.begin('list_workflows').finish()
                 setattr(self.relay, f'alter_{way}', lambda data: data)
         with self.connect() as client:
-            self.relay.asked = self.relay.answered = b''
-            client.create_workflow({'name': 'w', 'user': 'u'})
-            request, first, server = self.relay.asked, self.relay.answered, self.relay.ends[-1][1]
-            for before, answers in ((b'', [401]), (http_request(path='/healthz?challenge=abc'), [200, 401])):
-                with self.server.connect() as other:
-                    other.sendall(before + request)
-                    self.assertEqual(answers, statuses(read_all(other)))
-            self.relay.answered = b''
-            server.sendall(request)
-            self.world.wait(lambda: b' 401 ' in self.relay.answered, 10, 'the refusal')
-        with self.connect() as client:
-            self.assertEqual(['w'], [row['name'] for row in client.pages('list_workflows')])
+            client.list_workflows()
+            first, self.relay.answered = self.relay.answered, b''
             self.relay.alter_answer = lambda data: first        # the answer to another request
             self.assertRaises(torc.Unreachable, client.begin('list_workflows').finish)
 
@@ -11218,21 +10940,17 @@ class FindServerTest(WorldTest):
                                           env={'TORC_API_URL': url}))
 
     def test_a_killed_server_is_an_error_that_names_the_ways_out_and_each_leads_on(self) -> None:
-        tls = Tls(self.world)
-        self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4))
-        options = (f'--auth-file {shlex.quote(self.world.path("users"))} --credential-cache-ttl-secs 9 --admin-user ann --admin-user bob --tls-cert '
-                   f'{shlex.quote(tls.certificate)} --tls-key {shlex.quote(tls.key)} --enforce-access-control --disable-admin-sql --disable-admin-sql-writes')
-        self.play(f'''
-            serve my.db --host 0.0.0.0 {options}
+        self.play('''
+            serve my.db --host 0.0.0.0
             $ workflows new -n served -> 0
             kill
-            $ workflows list -> 3: to start it again:   ; torc.py serve -d {{quoted}} --host 0.0.0.0 {options} --port; --db {{quoted}};   -s
+            $ workflows list -> 3: to start it again, as before:   ; torc.py serve -d {quoted} --port; --db {quoted};   -s
             $ delete 1 --no-prompts -> 3: was killed
             $ run ../w.yaml -> 3: was killed
             $ ping -> 3: was killed
             ''')
         ways = dict(re.findall('  (to .*?): +(.*)\n', self.outcome.err))
-        self.world.serve(*shlex.split(ways['to start it again'])[2:])
+        self.world.serve(*shlex.split(ways['to start it again, as before'])[2:])
         self.play('''
             $ workflows list -> 0: served
             kill
@@ -11254,7 +10972,7 @@ class FindServerTest(WorldTest):
         for url, text in ((server['url'], 'runs on host login2 and answers there only'),
                           ('http://192.0.2.1:1/x', 'cannot be reached (http://192.0.2.1')):
             torc.write_atomically(path, json.dumps(dict(server, host='login2', url=url, candidates=[url])).encode())
-            self.play(f'$ delete 1 --no-prompts -> 3: {text}; --host 127.0.0.1 --port; to forget the server:  ;  --db ')
+            self.play(f'$ delete 1 --no-prompts -> 3: {text}; {{quoted}} --port; to forget the server:  ;  --db ')
 
     def test_a_runner_of_a_workflow_waits_for_a_server_that_is_started_again_and_not_for_what_does_not_pass(self) -> None:
         url = self.world.serve('-d', self.world.path('my.db'))
@@ -11392,26 +11110,6 @@ class TlsClientTest(WorldTest):
         url = self.world.serve('--db', 'your.db').replace('http', 'https')
         self.assertExit(3, self.world.cli('--url', url, 'ping'), 'write http:// in the address')
         self.assertExit(2, self.world.cli('--url', url, '--tls-ca-cert', 'no.pem', 'ping'), 'cannot use the certificates in no.pem')
-
-    def test_large_bodies_and_streams_pass(self) -> None:
-        self.serve('good', '--db', 'my.db')
-        writer, reader = (self.world.connect(database=self.world.path('my.db')) for _ in range(2))
-        self.addCleanup(writer.close)
-        self.addCleanup(reader.close)
-        workflow_id = writer.create_workflow({'name': 'w', 'user': 'u', 'description': 'x' * 1500000})['id']
-        self.assertEqual(1500000, len(reader.get_workflow(workflow_id)['description']))
-        is_heard = threading.Event()
-
-        def announce() -> None:     # again and again: a reader hears what happens from when it was let in
-            while not is_heard.wait(0.05):
-                writer.archive_workflow(workflow_id, {'is_archived': False})
-        announcer = threading.Thread(target=announce, daemon=True)
-        announcer.start()
-        events = reader.stream('stream_workflow_events', time.monotonic() + 10, workflow_id=workflow_id)
-        self.assertEqual(['user_action'], [event.type for event in itertools.islice(events, 1)])
-        is_heard.set()
-        announcer.join(10)
-        events.close()
 
     def test_what_tls_says_between_two_requests_is_not_the_end(self) -> None:
         tls = Tls(self.world)
@@ -11569,7 +11267,7 @@ class ClientTest(WorldTest):
         client = self.connect(database=database, needs_server=True)
         number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
         self.world.server.kill()
-        self.assertRaisesRegex(torc.Unreachable, 'to start it again: *torc.py serve -d', client.reconnect, wait_s=0.1)
+        self.assertRaisesRegex(torc.Unreachable, 'to start it again, as before: *torc.py serve -d', client.reconnect, wait_s=0.1)
         self.world.serve('-d', database)
         self.assertEqual('w', client.get_workflow(id=number)['name'])
 
@@ -11714,7 +11412,7 @@ class ClientStreamTest(WorldTest):
             self.assertEqual([(word, number) for number in range(3)],
                              [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
             for connection in list(self.server.server.listener.connections.values()):
-                if connection.is_at_work:
+                if connection.needed_until == math.inf:
                     connection.cut()
             self.assertEqual({'status': 'ok'}, client.ping())       # a stream has a connection of its own
 
@@ -11740,40 +11438,6 @@ class ClientStreamTest(WorldTest):
                     self.assertEqual(wanted, [tuple(event) for event in stream])
                 else:
                     self.assertRaises(wanted, next, stream)
-
-    def test_an_embedded_server_is_started_for_it_and_replaced_when_it_dies(self) -> None:
-        with contextlib.closing(self.world.connect()) as other:
-            workflow_id = other.create_workflow({'name': 'w', 'user': 'u'})['id']
-        client = self.world.connect(needs_server=True)
-        self.addCleanup(client.close)
-        events = client.stream('stream_workflow_events', workflow_id=workflow_id)
-        self.addCleanup(events.close)
-        found, errors = [], []
-
-        def read() -> None:
-            try:
-                for event in events:
-                    found.append((event.type, event.data.get('dropped', '')))
-                    if ('warning', None) in found[:-1]:     # the new server's first event after its greeting
-                        return
-            except torc.TorcError as error:
-                errors.append(error)
-
-        def act_until(is_enough: Callable[[], bool]) -> None:
-            with contextlib.closing(self.world.connect()) as other:
-                while not is_enough() and not errors:       # the reader may not have been let in yet
-                    other.archive_workflow({'is_archived': False}, workflow_id=workflow_id)
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        database = self.world.path('torc_output', 'torc.db')
-        first = self.world.wait(lambda: connection_of(database), 10, 'the server')
-        act_until(lambda: bool(found))
-        os.kill(first['pid'], signal.SIGKILL)
-        self.world.wait(lambda: ('warning', None) in found or errors, 20, 'the reader to be told', state=lambda: found)
-        act_until(lambda: not reader.is_alive())
-        reader.join(10)
-        self.assertEqual(([], {('user_action', ''), ('warning', None)}), (errors, set(found)))
-        self.assertNotEqual(first['pid'], connection_of(database)['pid'])
 
 
 # ======== 11b. Steps ========
@@ -21713,7 +21377,7 @@ class PasswordCommandTest(CommandTest):
             ('open-sesame', 'add ann',    0, 'Added user ann in users\n'),
             ('long enough', 'add bob',    0, 'Added user bob'),
             ('Open-Sesame', 'add ann',    0, 'Changed user ann in users\n'),
-            ('',            'list',       2, "users:2: user 'zoe': its hash is neither bcrypt nor scrypt")))
+            ('',            'list',       2, "users:2: user 'zoe': its hash is not one of bcrypt")))
         self.assertEqual(['# of the group', 'zoe:HASH', '', 'ann:HASH', 'bob:HASH'], self.lines())
         self.assertIn('zoe:$apr1$kept$asitis\n', self.world.read('users'))
         self.assertEqual(0o600, stat.S_IMODE(os.stat(self.world.path('users')).st_mode))
@@ -24297,7 +23961,7 @@ BORDERS = {
     'answer_call': 'a bug in one request becomes a 500, the other requests of the turn go on',
     'Handler.ask': 'the same before it is asked',
     'Server.work': 'a bug costs one look at the clock',
-    'Users.carry_out': 'a bug costs one look at a password',
+    'Users.matches': 'a bug costs one look at a password',
     'Errand.run': 'a bug in a thread is raised in the loop, where it is looked for',
     'keep': 'the last line of a keeper: what its runner is to do must not run there',
     'fork_detached': 'the last line of a forked process: nothing of its parent may run below it',
@@ -24306,12 +23970,11 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33106
+TORC_LINES = 32919
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
     'RoomTest.test_without_descriptors_it_neither_ends_nor_spins': 'could spin so long',
-    'CrowdTest.test_a_hundred_runners_that_wait_cost_next_to_nothing': 'is measured so long',
     'CrowdTest.test_six_hundred_runners_that_poll_are_served_beside_two_hundred_half_requests.poll': 'between two requests',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'FaultTest.pause': 'until a moment that chance decides', 'FaultTest.be_away': 'longer than a lease',
@@ -24523,7 +24186,7 @@ class CodeLaws(unittest.TestCase):
             if self.torc.section(node.lineno) in SECRET_SECTIONS and names & secret and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
                 found.append(self.torc.place(node))
         # not compared with what somebody offers, but with the file as it is now
-        self.assertEqual(['Users.carry_out'], [place.split()[-1] for place in found])
+        self.assertEqual(['Users.matches'], [place.split()[-1] for place in found])
         calls = [node for node in self.torc.walk(ast.Attribute) if node.attr == 'compare_digest']
         self.assertGreaterEqual(len(calls), 3)
 

@@ -48,10 +48,9 @@ Sections (grep '^# ==' torc.py):
     10a. Framing
     10b. Access
     10c. Streams
-    10d. Turns
-    10e. Connections
-    10f. Server
-    10g. Serving
+    10d. Connections
+    10e. Server
+    10f. Serving
     11. HTTP client
     11a. Client
     11b. Steps
@@ -12169,14 +12168,12 @@ def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
 
 def is_of_a_copy(database: str, state: Dict[str, Any]) -> bool:
     """Whether a state file came with a copy of a database: the one that it names is another file."""
-    named, inode = state.get('database') or database, file_identity(database)[1]
-    with contextlib.suppress(OSError):      # one is gone: it may have been moved
-        # A file of this name may be replaced between two looks at it.
-        if named != os.path.realpath(database) and not os.path.samefile(named, database):
-            return True
-        if was_here(state):
-            return False    # the server itself looks whether its file was replaced
-    return bool(inode) and state.get('inode') not in (None, 0, inode)   # a device is numbered by each host
+    inode = file_identity(database)[1]      # a device is numbered by each host
+    if inode and state.get('inode'):        # 0: of one in memory, whose file is replaced
+        return inode != state['inode']
+    named = state.get('database') or database
+    is_other = os.path.realpath(named) != os.path.realpath(database)
+    return is_other and was_here(state) and not is_missing(named)       # else it was moved
 
 
 def read_state(path: str, *names: str) -> Optional[Dict[str, Any]]:
@@ -12230,7 +12227,8 @@ def other_database(database: str) -> str:
     """The database that the registered server serves, if it is another one than this; '' otherwise."""
     with contextlib.suppress(Denied):       # a damaged file is in nobody's way who does not need it
         server = read_registration()
-        if server and not is_server_over(server) and is_of_a_copy(database, {'database': server['database']}):
+        if server and not is_server_over(server) \
+                and os.path.realpath(server['database']) != os.path.realpath(database):
             return server['database']
     return ''
 
@@ -12255,6 +12253,7 @@ class Lease:
     """
     PERIOD_S = 10.0
     PAUSE_S = 0.2       # between two looks at one that may be taken over
+    WATCH_PERIODS = 4   # at most, until one that nobody renews is taken over, and a second
 
     def __init__(self, database: str, clock: Callable[[], float] = uptime_s) -> None:
         self.database = database
@@ -12263,30 +12262,23 @@ class Lease:
         self.mine = dict(describe_process(), id=secrets.token_hex(8), database=os.path.realpath(database))
         self.looked_at = -math.inf      # by clock
 
-    @classmethod
-    def watch_s(cls) -> float:
-        """How long it takes at most to take over a lease that nobody renews."""
-        return 4 * cls.PERIOD_S + 1
-
-    def take(self, takes_over: bool = False, wait_s: float = 0.0) -> None:
-        """Become the holder. Conflict if there is another: one of another host is watched for wait_s."""
-        first, silent_s, is_logged = self.read(), 0.0, False
-        while True:
+    def take(self, takes_over: bool = False) -> None:
+        """Become the holder. Conflict if there is another, seen by what its process or its host does."""
+        first, silent_s = self.read(), 0.0
+        while not self.create():
             found, seen_at = self.read(), self.clock()
             if not found:
-                if self.create():
-                    return
-                continue    # another process was faster
+                continue    # given back just now
             is_copied = was_here(found) and is_of_a_copy(self.database, found)
             lives = False if is_copied else process_lives(found)
-            is_gone = lives is False or silent_s >= 3 * self.PERIOD_S
-            if found != first or lives or not (is_gone or takes_over or silent_s < wait_s):
+            if lives or first and found != first:
                 raise Conflict(self.describe(found))
-            if is_gone or takes_over:
+            if lives is False or takes_over or silent_s >= 3 * self.PERIOD_S:
                 return self.succeed(found, lives is False)
-            if not is_logged:
-                is_logged = True
-                log.warning('%s. Waiting for %g s to see whether it is renewed', self.describe(found), wait_s)
+            if not silent_s:
+                log.warning('%s. Waiting for %g s to see whether it is renewed', self.describe(found),
+                            3 * self.PERIOD_S)
+            first = found
             time.sleep(self.PAUSE_S)
             # A look that took long, since the file server was away, has not seen silence for so long.
             silent_s += min(self.clock() - seen_at, 1.0)
@@ -12383,11 +12375,9 @@ class Lease:
             os.unlink(self.path)
 
 
-def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
-                  in_memory: bool = False, from_snapshot: bool = False) -> Store:
+def hold_database(database: str, takes_over: bool = False, in_memory: bool = False) -> Store:
     """Open a database as its only process, or put it in memory. Conflict if another process has it.
 
-    `from_snapshot`: where its newest state was in the memory of another host, go on with what there is.
     Callers release the lease of the store, if it has one, when they have closed it.
     """
     prepare_database_directory(database)
@@ -12395,11 +12385,11 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
         lease = Lease(database)
         with writing(lease.path, '--db'):
-            lease.take(takes_over, wait_s)
+            lease.take(takes_over)
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
-        store = open_on_disk(database, takes_over or from_snapshot, has_locks=lease is None)
+        store = open_on_disk(database, takes_over, has_locks=lease is None)
         store = move_to_memory(store) if in_memory else store
         store.lease = lease
         stack.callback(store.close)
@@ -12440,7 +12430,7 @@ def find_live_file(database: str, takes_over: bool) -> str:
     if lives is None and is_lost and not takes_over:
         raise Refused(f'the newest state of {database} is in the memory of host {found["host"]}: use it '
                       f'there first; or, if that host was restarted, continue with the snapshot of {saved_at}'
-                      f', by `{program_name()} serve --from-snapshot` or: rm {shlex.quote(path)}')
+                      f': rm {shlex.quote(path)}')
     if not is_lost:
         return found['path']
     log.warning('%s was in memory, which was lost with its server: changes after %s are lost',
@@ -12623,12 +12613,13 @@ class CopyWriter:
 # ======== 10a. Framing: bytes <-> requests and answers, and what secures them on the way ========
 #
 # Functions from bytes to a RequestHead and from an answer to bytes, the signatures of our own clients, TLS
-# contexts, and the table of what is answered without a verb. Nothing here knows a socket, a store or a user.
+# contexts. Nothing here knows a socket, a store or a user.
 #
 # Heads are parsed here: http.server takes the end of a connection for that of a head, so that a request that
 # was cut off would be carried out, and it lets bare line feeds, folded lines and doubled lengths pass.
 
-PING_PATH = API_PREFIX + '/ping'
+OPEN_PATHS = ('/healthz', '/health')    # answered to everybody: they need neither token nor password
+STATIC_PATHS = (*OPEN_PATHS, API_PREFIX + '/ping')      # answered without a verb and without the store
 MAX_REQUEST_LINE_BYTES = 16 * 1024  # Apache takes 8 KiB; a query may name many ids
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 100                    # as in Apache (LimitRequestFields)
@@ -12661,27 +12652,6 @@ class Identity(Row):
     nonce: str = ''             # that it was signed with; its answer is signed with it, too
     digest: str = ''            # SHA-256 that its body must have, as that was signed; '': any
     proof: Optional[Dict[str, Any]] = None  # what answers the client's challenge
-
-
-class StaticAnswer(Row):
-    """What is answered to GET at a path, without a verb and without the store."""
-    media_type: str
-    is_open: bool       # to everybody: it needs neither token nor password
-    body: Callable[[Identity], bytes]
-
-
-STATIC_ANSWERS = {
-    '/healthz': StaticAnswer('application/json', True, lambda identity: format_json(
-        dict({'status': 'ok'}, **identity.proof or {})).encode()),
-    '/health':  StaticAnswer('application/json', True, lambda identity: b'{"status":"ok"}'),
-    PING_PATH:  StaticAnswer('application/json', False, lambda identity: b'{"status":"ok"}'),
-}
-OPEN_PATHS = frozenset(path for path, static in STATIC_ANSWERS.items() if static.is_open)
-
-
-def find_static(head: RequestHead) -> Optional[StaticAnswer]:
-    """What answers a request without a verb; None if nothing does."""
-    return STATIC_ANSWERS.get(head.path) if head.method in ('GET', 'HEAD') else None
 
 
 def parse_head(data: bytes) -> RequestHead:
@@ -12736,10 +12706,10 @@ def check_head_size(data: bytearray, end: int) -> None:
         raise BadInput(f'the header fields are longer than {MAX_HEAD_BYTES} bytes', http=431)
 
 
-def format_answer(status: int, body: bytes, fields: str = '', media_type: str = 'application/json') -> bytes:
+def format_answer(status: int, body: bytes, fields: str = '') -> bytes:
     """One whole answer. `fields` are further header lines, each with its line end."""
     if body:
-        fields += f'content-type: {media_type}\r\n'
+        fields += 'content-type: application/json\r\n'
     reason = http_client.responses.get(status, '')
     head = f'HTTP/1.1 {status} {reason}\r\n{ANSWER_FIELDS}{fields}content-length: {len(body)}\r\n\r\n'
     return head.encode('latin-1') + body
@@ -12882,15 +12852,14 @@ def read_fingerprint(path: str) -> str:
 #
 # Who may ask is decided on the head alone, before the body is read and before any route is looked at: host
 # and origin, then token or password. Only OPEN_PATHS need neither. A password takes long to check, on
-# purpose. That is done in the thread of its connection, one after the other (crypt(3) has one buffer; scrypt
-# takes 32 MB), while others are served. Who shows a wrong one waits a second more. So that guesses neither
-# fill the threads nor delay other users, few of each user are checked at a time.
+# purpose. That is done in the thread of its connection, one after the other (crypt(3) has one buffer), while
+# others are served. Who shows a wrong one waits a second more.
 
 HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
 LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
+MAX_CONNECTIONS = 256               # of clients, each with a thread
 WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401
-MAX_CHECKS_OF_USER = 2              # passwords shown for a name that are checked or were wrong just now ...
-MAX_CHECKS = 64                     # ... and in all; beyond that: 429
+MAX_CHECKS = MAX_CONNECTIONS // 2   # passwords that are checked or were wrong just now; beyond that: 429
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
 
 
@@ -12937,8 +12906,6 @@ def take_head(received: bytearray, names: Set[str], scheme: str) -> Optional[Req
         return None
     head = parse_head(bytes(received[:end]))
     check_sender(head, names, scheme)
-    if head.fields.get('expect', '100-continue').lower() != '100-continue':
-        raise BadInput('this expectation cannot be met', http=417)
     del received[:end + 4]
     return head
 
@@ -12964,18 +12931,14 @@ def offered_password(authorization: str) -> Tuple[str, bytes]:
 
 # -------- passwords --------
 #
-# A password file is one of Apache's htpasswd: a line USER:HASH for each user, and comments. HASH is either
-# bcrypt's (`$2b$12$...`, also 2a and 2y), checked by the system's libcrypt, or ours:
-# `$scrypt$ln=15,r=8,p=1$SALT$HASH`, where ln is the base 2 logarithm of scrypt's N (RFC 7914), SALT and HASH
-# are base64 without padding.
+# A password file is one of Apache's htpasswd: a line USER:HASH for each user, and comments. HASH is bcrypt's
+# (`$2b$12$...`, also 2a and 2y), made and checked by the system's libcrypt.
 
 BCRYPT_LINE = Expression(r'\$2[aby]\$(?:0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}\Z')
-SCRYPT_LINE = Expression(r'\$scrypt\$ln=([1-9][0-9]?),r=([1-9][0-9]?),p=([1-9][0-9]{0,5})'
-                         + 2 * r'\$((?:[A-Za-z0-9+/]{4})*[A-Za-z0-9+/]{2,4})' + r'\Z')
 # of b'U*U', from the tests of crypt_blowfish
 BCRYPT_PROOF = b'$2y$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW'
 BCRYPT_ALPHABET = './ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789'
-MOST_SCRYPT_LN = 17                 # 128 MiB
+NO_BCRYPT = "the system's libcrypt is missing or knows no bcrypt"
 DEFAULT_PASSWORD_COST = 12
 MOST_PASSWORD_COST = 16             # some seconds, in which no other password is checked; 31 takes a day
 
@@ -12995,56 +12958,32 @@ def find_bcrypt() -> Optional[Callable[[bytes, bytes], Optional[bytes]]]:
 
 
 def hash_password(password: bytes, cost: int = DEFAULT_PASSWORD_COST) -> str:
-    """The hash of a password: scrypt, or bcrypt where Python has no scrypt. Each cost doubles the work."""
-    if hasattr(hashlib, 'scrypt'):      # not with an OpenSSL before 1.1
-        salt, ln, p = secrets.token_bytes(16), min(cost, 14) + 3, 2 ** max(0, cost - 14)
-        digest = run_scrypt(password, salt, ln, 8, p)
-        texts = (base64.b64encode(data).decode().rstrip('=') for data in (salt, digest))
-        return f'$scrypt$ln={ln},r=8,p={p}$' + '$'.join(texts)
+    """The bcrypt hash of a password. Each cost doubles the work."""
     crypt = find_bcrypt()
-    if crypt is None or len(password) > 72:     # bcrypt looks at no more
-        raise BadInput('this Python has no scrypt (its OpenSSL is too old)' + (
-            '; the system has no bcrypt either: use another Python' if crypt is None else
-            ', and bcrypt takes at most 72 bytes'))
-    salt_text = ''.join(secrets.choice(BCRYPT_ALPHABET) for _ in range(21))
-    salt_text += secrets.choice('.Oeu')     # 128 bits
-    return crypt(password, f'$2y${cost:02}${salt_text}'.encode()).decode()
-
-
-def run_scrypt(password: bytes, salt: bytes, ln: int, r: int, p: int, length: int = 32) -> bytes:
-    """RFC 7914, allowed the memory that it needs."""
-    most = 128 * r * (2 ** ln + p + 4) + 2 ** 20
-    return hashlib.scrypt(password, salt=salt, n=2 ** ln, r=r, p=p, maxmem=most, dklen=length)
+    if crypt is None or len(password) > 72:
+        raise BadInput(f'{NO_BCRYPT}: use another system' if crypt is None else
+                       'bcrypt takes passwords of at most 72 bytes')
+    salt = ''.join(secrets.choice(BCRYPT_ALPHABET) for _ in range(21))
+    salt += secrets.choice('.Oeu')      # 128 bits
+    return crypt(password, f'$2y${cost:02}${salt}'.encode()).decode()
 
 
 def matches_password(stored: str, password: bytes) -> bool:
     """Whether a line's hash is that of a password. Takes as long for a wrong one as for the right one."""
-    match = SCRYPT_LINE.match(stored)
-    if match:
-        salt, wanted = (base64.b64decode(text + '==') for text in match.groups()[3:])
-        found = run_scrypt(password, salt, *map(int, match.groups()[:3]), len(wanted))
-    else:
-        # 2a and 2b name the algorithm that 2y names; old versions of libcrypt know no 2b, and alter 2a.
-        wanted = stored[4:].encode()
-        found = (find_bcrypt()(password.partition(b'\0')[0], b'$2y$' + stored[4:29].encode()) or b'')[4:]
-    # A NUL ends C's text, and fills up a short key of HMAC, which scrypt is made of: 'x' and 'x\0' would be
-    # the same.
-    return hmac.compare_digest(found, wanted) and b'\0' not in password
+    # 2a and 2b name the algorithm that 2y names; old versions of libcrypt know no 2b, and alter 2a.
+    wanted = stored[4:].encode()
+    found = find_bcrypt()(password.partition(b'\0')[0], b'$2y$' + stored[4:29].encode()) or b''
+    # A NUL ends C's text: 'x' and 'x\0' would be the same.
+    return hmac.compare_digest(found[4:], wanted) and b'\0' not in password
 
 
 def explain_hash(stored: str) -> str:
     """Why a hash cannot be checked here; '' if it can."""
-    match = SCRYPT_LINE.match(stored)
-    if match:
-        ln, r, p = map(int, match.groups()[:3])
-        if ln > MOST_SCRYPT_LN or r > 16 or 2 ** ln * r * p > 8 * 2 ** (MOST_PASSWORD_COST + 3):
-            return 'its scrypt takes too much memory or too long'
-        return '' if hasattr(hashlib, 'scrypt') else 'this Python has no scrypt (its OpenSSL is too old)'
     if not BCRYPT_LINE.match(stored):
-        return 'its hash is neither bcrypt nor scrypt'
+        return 'its hash is not one of bcrypt'
     if int(stored[4:6]) > MOST_PASSWORD_COST:
         return f'its bcrypt takes too long: a cost of at most {MOST_PASSWORD_COST} is possible'
-    return '' if find_bcrypt() else "the system's libcrypt is missing or knows no bcrypt"
+    return '' if find_bcrypt() else NO_BCRYPT
 
 
 def check_user_name(name: str) -> None:
@@ -13105,15 +13044,6 @@ def read_users(path: str) -> Dict[str, str]:
                        f'`{program_name()} htpasswd add -f {shlex.quote(path)} USER` makes one') from None
 
 
-class PasswordCheck:
-    """A password that is checked, or was found wrong a moment ago: all who show the same wait for it."""
-
-    def __init__(self, user: str) -> None:
-        self.user = user
-        self.is_right = False
-        self.is_over = threading.Event()
-
-
 class Users:
     """The users of a password file. A right password is known for a while after its last use."""
 
@@ -13122,75 +13052,60 @@ class Users:
         self.known_s = known_s                      # 0: every request is checked
         self.hashes = read_users(path)              # by user
         self.key = secrets.token_bytes(32)          # of the digests, which are worth nothing elsewhere
-        self.lock = threading.Lock()                # of what follows
         self.known = {}         # type: Dict[bytes, float]  # digest of who was right -> how long that counts
-        self.checks = {}        # type: Dict[bytes, PasswordCheck]  # by digest
+        self.room = threading.BoundedSemaphore(MAX_CHECKS)      # else guesses would take all threads
         self.hashing = threading.Lock()             # held while a password is hashed
 
     def reload(self) -> int:
         """Read the file again; how many users there are. If it cannot be used, everything stays."""
-        hashes = read_users(self.path)
-        with self.lock:
-            self.hashes = hashes
-            self.known.clear()
-        return len(hashes)
+        self.hashes = read_users(self.path)
+        self.known = {}
+        return len(self.hashes)
 
     def digest(self, user: str, password: bytes) -> bytes:
         """What stands for a user with a password."""
         pair = user.encode('utf-8', 'surrogateescape') + b':' + password
         return hmac.new(self.key, pair, hashlib.sha256).digest()
 
-    def knows(self, digest: bytes) -> bool:
-        """Whether user and password were found right, and used, not long ago. Callers hold the lock."""
-        now = time.monotonic()
-        is_known = self.known.get(digest, -math.inf) > now
-        if is_known:
-            self.known[digest] = now + self.known_s
-        return is_known
-
     def check(self, user: str, password: bytes) -> None:
         """Denied unless a user has this password."""
-        digest = self.digest(user, password)
-        with self.lock:
-            if self.knows(digest):
-                return
-            check = self.checks.get(digest)
-            is_first = check is None
-            if is_first:
-                of_user = sum(other.user == user for other in self.checks.values())
-                if of_user >= MAX_CHECKS_OF_USER or len(self.checks) >= MAX_CHECKS:
-                    raise Denied('too many passwords are being checked: try again in a moment', http=429)
-                check = self.checks[digest] = PasswordCheck(user)
-        if is_first:
-            try:
-                self.carry_out(check, digest, password)
-            finally:
-                with self.lock:
-                    del self.checks[digest]
-                check.is_over.set()
-        check.is_over.wait()
-        if not check.is_right:
-            raise Denied('user or password is wrong', http=401)
-
-    def carry_out(self, check: PasswordCheck, digest: bytes, password: bytes) -> None:
-        """Check a password; a wrong one for a second."""
-        hashes = self.hashes    # another thread may read the file again
-        stored = known = hashes.get(check.user, '')
-        if not known:       # like one of the users, always the same one: nobody learns who exists
-            number = int.from_bytes(self.digest(check.user, b''), 'big')
-            stored = sorted(hashes.values())[number % len(hashes)]
+        digest, known = self.digest(user, password), self.known     # another one when the file is read again
+        if self.knows(known, digest):
+            return
+        if not self.room.acquire(blocking=False):
+            raise Denied('too many passwords are being checked: try again in a moment', http=429)
         try:
             with self.hashing:
-                matches = matches_password(stored, password)
+                is_right = self.knows(known, digest) or self.matches(user, password)
+                if is_right:
+                    known[digest] = time.monotonic() + self.known_s
+            if not is_right:
+                time.sleep(WRONG_PASSWORD_S)
+                raise Denied('user or password is wrong', http=401)
+        finally:
+            self.room.release()
+
+    def knows(self, known: Dict[bytes, float], digest: bytes) -> bool:
+        """Whether user and password were found right, and used, not long ago."""
+        now = time.monotonic()
+        is_known = known.get(digest, -math.inf) > now
+        if is_known:
+            known[digest] = now + self.known_s
+        return is_known
+
+    def matches(self, user: str, password: bytes) -> bool:
+        """Whether a user has this password, by the file."""
+        hashes = self.hashes
+        stored = known = hashes.get(user, '')
+        if not known:       # like one of the users, always the same one: nobody learns who exists
+            number = int.from_bytes(self.digest(user, b''), 'big')
+            stored = sorted(hashes.values())[number % len(hashes)]
+        try:
+            is_right = matches_password(stored, password)
         except Exception:   # border: a check that fails is a wrong password
             log.exception('a password could not be checked')
-            matches = False
-        with self.lock:     # the file may have been read again meanwhile
-            check.is_right = matches and bool(known) and self.hashes.get(check.user) == stored
-            if check.is_right:
-                self.known[digest] = time.monotonic() + self.known_s
-        if not check.is_right:
-            time.sleep(WRONG_PASSWORD_S)
+            return False
+        return is_right and bool(known) and self.hashes.get(user) == stored     # or it was read again
 
 
 class AccessPolicy(Row):
@@ -13384,93 +13299,7 @@ class Feeds:
                 feed.more.notify_all()
 
 
-# ======== 10d. Turns: requests that share a transaction ========
-#
-# What one turn of the store's thread does with the requests that have arrived: all of them in one
-# transaction, each in a savepoint of its own, one commit, and only then the answers. What a client has read
-# is on disk, and under load the commits batch themselves. An administrator's SQL has a transaction of its
-# own: whatever it does, it does not touch what others asked for.
-
-TURN_S = 0.1                        # that a turn takes in requests, about; the next one has the rest
-FAILURES_REPORTED_S = 60.0          # between log lines about requests that could not be stored
-
-
-class Asked:
-    """A request whose thread waits for its answer."""
-
-    def __init__(self, call: Call, identity: Identity) -> None:
-        self.call = call
-        self.identity = identity
-        self.answer = (0, None)     # type: Tuple[int, Any]  # status and value
-        self.is_answered = threading.Event()
-
-    def give(self, answer: Tuple[int, Any]) -> None:
-        """Let its thread go on."""
-        self.answer = answer
-        self.is_answered.set()
-
-
-def tend(service: Service) -> bool:
-    """Take the jobs of lost nodes back. True while there are nodes to watch."""
-    release_lost_nodes(service.context(), node_lives)
-    return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
-
-
-def notice_dead_runners(service: Service) -> None:
-    """Take back, at once, the jobs of runners that are known to be dead: those of this host."""
-    host = socket.gethostname()
-    if service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1 AND hostname = ?', (host,)):
-        with service.transaction():
-            release_lost_nodes(service.context(), node_lives, host)
-
-
-class Responder:
-    """Carries out requests on a store: all of a turn in one transaction. Knows no connection."""
-
-    def __init__(self, service: Service) -> None:
-        self.service, self.store = service, service.store
-        self.failures = 0                   # requests that could not be stored, not yet reported
-        self.failures_reported_at = -math.inf
-
-    def answer_all(self, requests: Sequence[Asked]) -> List[Tuple[int, Any]]:
-        """Answers to requests, or the first of them, in one transaction. If it fails, each is tried alone."""
-        is_reading = all(asked.call.route.method == 'GET' for asked in requests)
-        answers, end = [], time.monotonic() + TURN_S     # type: List[Tuple[int, Any]], float
-        try:
-            with self.store.reading() if is_reading else self.service.transaction():
-                for asked in requests:
-                    answers.append(self.answer(asked))
-                    if time.monotonic() > end:
-                        break
-            if not is_reading and self.failures_reported_at > -math.inf:
-                log.warning('requests are carried out again')
-                self.failures, self.failures_reported_at = 0, -math.inf
-            return answers
-        except (sqlite3.Error, TorcError) as error:
-            self.store.check_in_place()     # if that is the reason, it is the end
-            self.report_failure(len(requests) == 1, error)
-            reason = error
-        if len(requests) == 1:
-            failure = Unreachable(f'the database could not be written ({reason}); nothing was changed')
-            return [(503, format_error(failure))]
-        return [answer for asked in requests for answer in self.answer_all([asked])]
-
-    def answer(self, asked: Asked) -> Tuple[int, Any]:
-        """Run one request inside the turn's transaction."""
-        status, value = answer_call(self.service, asked.call, asked.identity.user, asked.identity.is_owner)
-        if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
-            raise Unreachable(value['error']['message'])
-        return status, value
-
-    def report_failure(self, count: int, reason: Exception) -> None:
-        """Log that requests cannot be stored: at once, then once a minute, as clients ask again."""
-        self.failures += count
-        if time.monotonic() >= self.failures_reported_at + FAILURES_REPORTED_S:
-            log.error('%d requests could not be carried out: %s', self.failures, reason)
-            self.failures, self.failures_reported_at = 0, time.monotonic()
-
-
-# ======== 10e. Connections: accepted, and each with a thread that reads, asks and answers ========
+# ======== 10d. Connections: accepted, and each with a thread that reads, asks and answers ========
 #
 # http.server and socketserver accept and start the threads. Invariants:
 #
@@ -13490,10 +13319,8 @@ SLOWEST_READER_BYTES_PER_S = 2 ** 15    # ... and of the client that takes an an
 DRAIN_S = 2.0                       # to read on after a refusal: a close would destroy it (RFC 9112, 9.6)
 SEND_BYTES = 2 ** 18                # at once
 BACKLOG = 1024                      # the kernel may allow less (listen(2), net.core.somaxconn)
-MAX_CONNECTIONS = 256
 STACK_BYTES = 4 * 2 ** 20           # of a thread: below 2 MiB nested JSON crashes Python 3.13
 HURRY_S = 2.0                       # a request that is longer on its way may make room
-MAX_UNSENT_BYTES = 256 * 2 ** 20    # of answers on their way, beyond which nobody gets another long one
 LARGE_BYTES = 2 ** 20               # of an answer, after which memory is given back
 REFUSAL_FIELDS = {                  # status -> header lines of a refusal
     401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}
@@ -13506,12 +13333,6 @@ class Connection:
         self.socket = client        # or what speaks TLS on it
         self.needed_until = time.monotonic() + HURRY_S      # it makes no room before; inf: it is at work
         self.is_cut = False
-        self.unsent_bytes = 0       # of its answer
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether its sender is judged, or it waits for its answer, or takes it."""
-        return self.needed_until == math.inf
 
     def cut(self) -> None:
         """End it: its thread wakes up, and ends."""
@@ -13595,15 +13416,11 @@ class Listener:
         log.exception('a bug in torc.py: one client was cut off')
 
     def make_room(self) -> bool:
-        """See that there is room for one more thread."""
-        deadline = time.monotonic() + HURRY_S + 0.5
-        while len(self.connections) >= self.most:
-            if self.is_closed or time.monotonic() > deadline:
-                return False
+        """Whether there is room for one more thread: the client that is needed least may have to go."""
+        if len(self.connections) >= self.most:
             self.cut_one()
-            with self.left:
-                self.left.wait_for(lambda: len(self.connections) < self.most, 0.1)
-        return True
+        with self.left:
+            return self.left.wait_for(lambda: len(self.connections) < self.most, 0.5)
 
     def cut_one(self) -> None:
         """Cut the connection that is needed least, unless all are."""
@@ -13620,11 +13437,6 @@ class Listener:
                 raise ConnectionAbortedError('it made room for others')
             connection.needed_until = time.monotonic() + needed_s
 
-    def count_unsent_bytes(self) -> int:
-        """Of all answers on their way."""
-        with self.left:
-            return sum(one.unsent_bytes for one in self.connections.values())
-
     def stop_accepting(self) -> None:
         """Let nobody in any more."""
         self.is_closed = True
@@ -13640,7 +13452,7 @@ class Listener:
         with self.left:
             while self.connections and time.monotonic() < deadline + 1.0:
                 for one in self.connections.values():
-                    if not one.is_at_work or time.monotonic() > deadline:
+                    if one.needed_until < math.inf or time.monotonic() > deadline:
                         one.cut()
                 self.left.wait(0.05)
         self.server_close()
@@ -13698,17 +13510,9 @@ class Handler:
                     self.answer(self.read_body(HURRY_S))
                 else:
                     with self.server.large_body:    # one at a time, and nobody is in a hurry
-                        self.answer_large(self.read_body(math.inf))
+                        self.answer(self.read_body(math.inf))
         except TorcError as error:
             self.refuse(error)
-
-    def answer_large(self, body: Union[bytes, bytearray]) -> None:
-        """Answer a request of millions of values."""
-        gc.disable()        # it would look at them again and again, and none is in a cycle
-        try:
-            self.answer(body)
-        finally:
-            gc.enable()
 
     # ---- reading ----
 
@@ -13772,20 +13576,18 @@ class Handler:
         """Have a complete request carried out, and send the answer."""
         head, began = self.head, time.monotonic()
         self.is_let_in = self.is_let_in or head.path not in OPEN_PATHS
-        static = find_static(head)
-        if static is not None:
+        if head.path in STATIC_PATHS and head.method in ('GET', 'HEAD'):
             if self.torc.is_leaving:    # a client that was answered here would take us for staying
                 raise Unreachable('the server is ending')
-            status, data, media_type = 200, static.body(self.identity), static.media_type
+            status, data = 200, format_json(dict({'status': 'ok'}, **self.identity.proof or {})).encode()
         else:
             status, value = self.ask(body)
             if isinstance(value, Subscription):
                 return self.stream(value)
             status, data = self.format_value(status, value)
-            media_type = 'application/json'
             del value       # it takes more memory than its text
         self.close_connection = not head.keeps_alive
-        self.send_answer(status, data, media_type)
+        self.send_answer(status, data)
         if self.torc.feeds.by_subject:
             latency_ms = round((time.monotonic() - began) * 1000, 3)
             event = {'timestamp_ms': int(self.torc.store.now() * 1000), 'status': status,
@@ -13801,8 +13603,6 @@ class Handler:
         except Exception as error:  # border: one request
             return answer_failure(error, f'{method} {printable(head.path)}')
         del body[SHOWN_BODY_BYTES:]     # it is not needed any more
-        if method == 'GET' and self.server.count_unsent_bytes() > MAX_UNSENT_BYTES:
-            raise Unreachable('too many long answers are on their way: try again in a moment')
         if call.route.verb is runner_sync and call.arguments['body'].get('wait_s'):
             return self.torc.ask_patiently(call, self.identity, self.has_left)
         return self.torc.ask(call, self.identity)
@@ -13826,14 +13626,14 @@ class Handler:
             status, value = answer_failure(error, f'the answer to {self.head.method} {self.head.path}')
             return status, format_json(value).encode()
 
-    def send_answer(self, status: int, body: bytes, media_type: str = 'application/json') -> None:
+    def send_answer(self, status: int, body: bytes) -> None:
         """Send a whole answer."""
         head = self.head
         fields = f'connection: {"close" if self.close_connection else "keep-alive"}\r\n'
         fields += REFUSAL_FIELDS.get(status, '') + self.sign(status, body)
         if head is not None and 'x-span-id' in head.fields:
             fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
-        answer = format_answer(status, body, fields, media_type)
+        answer = format_answer(status, body, fields)
         if head is not None:
             log.debug('%s %s %d', head.method, head.path, status)
             if head.method == 'HEAD':
@@ -13854,11 +13654,9 @@ class Handler:
         """Send something, at the client's pace. socket.timeout if it takes too long to take it."""
         view = memoryview(data)
         deadline = time.monotonic() + CLIENT_DEADLINE_S + len(data) / SLOWEST_READER_BYTES_PER_S
-        self.client.unsent_bytes = len(data)
         while view:
             self.connection.settimeout(max(0.001, min(CLIENT_DEADLINE_S, deadline - time.monotonic())))
             view = view[self.connection.send(view[:SEND_BYTES]):]
-        self.client.unsent_bytes = 0
 
     def refuse(self, error: TorcError) -> None:
         """Answer a request that is not carried out, and end the connection."""
@@ -13921,13 +13719,20 @@ def open_http_server(server: Any, listener: socket.socket) -> Any:
     return type('HttpServer', bases, {})(server, listener, handler)
 
 
-# ======== 10f. Server: the thread that has the store, and what brings requests to it ========
+# ======== 10e. Server: the thread that has the store, and what brings requests to it ========
 #
 # One process, one database, and one thread that touches it: the one that calls serve_forever(). All others
 # have each a client (Handler): they read, judge and parse, hand over a Call (ask()), and send the answer.
+#
+# A turn of the store's thread takes all the requests that have arrived in one transaction, each in a
+# savepoint of its own, with one commit, and only then come the answers. What a client has read is on disk,
+# and under load the commits batch themselves. An administrator's SQL has a transaction of its own: whatever
+# it does, it does not touch what others asked for.
+#
 # The turn of a runner without work waits in its thread (ask_patiently()), not in that of the store, until its
 # workflow has something for runners.
 
+TURN_S = 0.1                        # that a turn takes in requests, about; the next one has the rest
 TICK_S = 5.0                        # between checks for lost nodes
 ABSENCE_S = 2 * TICK_S              # in a turn so much longer than planned no runner could reach us
 STOP_S = 1.0                        # at the end, for clients that take their last answers
@@ -13941,6 +13746,35 @@ FIRST_WAITER_PAUSE_S = 0.1          # before one that was woken in vain is woken
 MOST_WAITER_PAUSE_S = 2.0
 WAKE = b'\xff'                      # on the wakeup descriptor: a request was asked
 STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # ... these end the server; 0: stop()
+
+
+class Asked:
+    """A request whose thread waits for its answer."""
+
+    def __init__(self, call: Call, identity: Identity) -> None:
+        self.call = call
+        self.identity = identity
+        self.answer = (0, None)     # type: Tuple[int, Any]  # status and value
+        self.is_answered = threading.Event()
+
+    def give(self, answer: Tuple[int, Any]) -> None:
+        """Let its thread go on."""
+        self.answer = answer
+        self.is_answered.set()
+
+
+def tend(service: Service) -> bool:
+    """Take the jobs of lost nodes back. True while there are nodes to watch."""
+    release_lost_nodes(service.context(), node_lives)
+    return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
+
+
+def notice_dead_runners(service: Service) -> None:
+    """Take back, at once, the jobs of runners that are known to be dead: those of this host."""
+    host = socket.gethostname()
+    if service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1 AND hostname = ?', (host,)):
+        with service.transaction():
+            release_lost_nodes(service.context(), node_lives, host)
 
 
 class Waiters:
@@ -14015,9 +13849,10 @@ class Server:
         # unless there are connections then
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
-        self.clocks = read_clocks()             # when this turn began
+        self.looked_at = uptime_s()             # when this turn began
+        self.failures = 0                       # requests that could not be stored, not yet reported
+        self.failures_reported_at = -math.inf
         self.traffic = Traffic(store.now)
-        self.responder = Responder(self.service)
         self.access = Authenticator(policy, self.id)
         self.feeds = Feeds()
         self.listener = open_http_server(self, listener)
@@ -14027,7 +13862,7 @@ class Server:
         self.wake_writer.setblocking(False)
         # Leases end by this moment only: if we are stopped in the middle of a turn, that is seen before any
         # ends.
-        self.service.clock = lambda: self.clocks.running
+        self.service.clock = lambda: self.looked_at
         self.service.traffic, self.service.watched = self.traffic, self.feeds.by_subject
         self.service.users = policy.users
 
@@ -14141,7 +13976,7 @@ class Server:
         self.wake_reader.settimeout(wait_s)
         with contextlib.suppress(BlockingIOError, socket.timeout):
             self.on_wake(self.wake_reader.recv(4096))
-        self.look_at_clocks(math.inf if wait_s is None else wait_s)
+        self.look_at_clock(math.inf if wait_s is None else wait_s)
         if self.asked:
             self.answer_asked()
         self.on_clock(time.monotonic())
@@ -14191,23 +14026,15 @@ class Server:
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
                 self.is_leaving, self.ended_by = True, number
 
-    def look_at_clocks(self, planned_s: float) -> None:
-        """Renew all leases if no runner could reach us: this process or machine was stopped or busy.
-
-        A machine whose hypervisor had stopped it may know that by its wall clock alone, once that is set.
-        """
-        before, self.clocks = self.clocks, read_clocks()
-        took_s = self.clocks.running - before.running
-        set_s = self.clocks.wall - before.wall - took_s
-        if took_s <= planned_s + ABSENCE_S and abs(set_s) <= ABSENCE_S:
-            return
-        reason = f'the clock was set by {set_s:+.0f} s'
-        if abs(set_s) <= ABSENCE_S:
-            reason = f'this server was stopped, suspended or busy for {took_s - planned_s:.0f} s'
-        if self.service.nodes:
-            log.warning('%s: the leases of %d compute nodes begin anew', reason, len(self.service.nodes))
-        for word in self.service.nodes.values():
-            word.lease_ends_at = None
+    def look_at_clock(self, planned_s: float) -> None:
+        """Renew all leases if no runner could reach us: this process or machine was stopped or busy."""
+        now = uptime_s()
+        late_s, self.looked_at = now - self.looked_at - planned_s, now
+        if late_s > ABSENCE_S and self.service.nodes:
+            log.warning('this server was stopped, suspended or busy for %.0f s: the leases of %d compute '
+                        'nodes begin anew', late_s, len(self.service.nodes))
+            for word in self.service.nodes.values():
+                word.lease_ends_at = None
 
     def answer_asked(self) -> None:
         """Answer what was asked, and let the threads that wait for it go on."""
@@ -14216,7 +14043,7 @@ class Server:
         batch = self.at_work = self.take_batch()
         if any(is_about_runners(asked.call.route.path) for asked in batch):
             self.work(notice_dead_runners)      # who asks need not wait for a tick to see who was killed
-        answers = self.responder.answer_all(batch) if batch else []
+        answers = self.answer_all(batch) if batch else []
         self.at_work = []
         for asked, answer in zip(batch, answers):
             asked.give(answer)
@@ -14231,6 +14058,42 @@ class Server:
                 break
             batch.append(self.asked.popleft())
         return batch
+
+    def answer_all(self, requests: Sequence[Asked]) -> List[Tuple[int, Any]]:
+        """Answers to requests, or the first of them, in one transaction. If it fails, each is tried alone."""
+        is_reading = all(asked.call.route.method == 'GET' for asked in requests)
+        answers, end = [], time.monotonic() + TURN_S     # type: List[Tuple[int, Any]], float
+        try:
+            with self.store.reading() if is_reading else self.service.transaction():
+                for asked in requests:
+                    answers.append(self.answer(asked))
+                    if time.monotonic() > end:
+                        break
+            if not is_reading and self.failures_reported_at > -math.inf:
+                log.warning('requests are carried out again')
+                self.failures, self.failures_reported_at = 0, -math.inf
+            return answers
+        except (sqlite3.Error, TorcError) as error:
+            self.store.check_in_place()     # if that is the reason, it is the end
+            self.report_failure(len(requests) == 1, error)
+            failure = Unreachable(f'the database could not be written ({error}); nothing was changed')
+        if len(requests) == 1:
+            return [(503, format_error(failure))]
+        return [answer for asked in requests for answer in self.answer_all([asked])]
+
+    def answer(self, asked: Asked) -> Tuple[int, Any]:
+        """Run one request inside the turn's transaction."""
+        status, value = answer_call(self.service, asked.call, asked.identity.user, asked.identity.is_owner)
+        if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
+            raise Unreachable(value['error']['message'])
+        return status, value
+
+    def report_failure(self, count: int, reason: Exception) -> None:
+        """Log that requests cannot be stored: at once, then once a minute, as clients ask again."""
+        self.failures += count
+        if time.monotonic() >= self.failures_reported_at + WARNING_LASTS_S:
+            log.error('%d requests could not be carried out: %s', self.failures, reason)
+            self.failures, self.failures_reported_at = 0, time.monotonic()
 
     def on_idle(self, now: float) -> None:
         """No client has come for long enough, or come back."""
@@ -14254,13 +14117,13 @@ class Server:
             return act(self.service)
         except (sqlite3.Error, TorcError) as error:     # a full disk
             self.store.check_in_place()
-            self.responder.report_failure(0, error)
+            self.report_failure(0, error)
         except Exception:  # border: one time; the server goes on, and tries again
             log.exception('the look for lost nodes failed')
         return True
 
 
-# ======== 10g. Serving: a database until a signal, log files, servers in the background ========
+# ======== 10f. Serving: a database until a signal, log files, servers in the background ========
 #
 # What a `serve` command and an embedded server have in common: the database is taken, the socket opened, the
 # files written that lead clients to it, and all of that undone in the opposite order at every end.
@@ -14282,10 +14145,8 @@ class ServerOptions(Row):
     needs_token: bool = True
     new_token: bool = False
     takes_over: bool = False        # the lease of a server that is gone for certain
-    from_snapshot: bool = False     # go on without what was lost in memory
     is_embedded: bool = False
     travels: bool = False           # it lives in an allocation, and goes on in the next one
-    watches_lease: bool = True      # of another host, and takes it over when it is not renewed
     allows_sql: bool = True         # of administrators
     allows_sql_writes: bool = True
     tls_certificate: str = ''       # a PEM file; '': plain HTTP
@@ -14387,30 +14248,20 @@ def in_slurm_job() -> bool:
     return bool(os.environ.get('SLURM_JOB_ID') and os.environ.get('SLURMD_NODENAME'))
 
 
-def lease_wait_s(options: ServerOptions) -> float:
-    """How long a server watches the lease of another host before it takes it over."""
-    return Lease.watch_s() if options.watches_lease else 0.0
-
-
-def await_database(options: ServerOptions) -> Store:
-    """The database to serve. In an allocation, another process that still has it is awaited for a while."""
+def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
+                         announce: Callable[[str], Any]) -> Store:
+    """The database to serve, until the stack ends. In an allocation it is waited for a while."""
+    in_memory = options.snapshot_interval_s is not None
     deadline = time.monotonic() + (HOLDER_PATIENCE_S if options.travels else 0.0)
     while True:
         try:
-            return hold_database(options.database, options.takes_over, lease_wait_s(options),
-                                 options.snapshot_interval_s is not None, options.from_snapshot)
+            store = hold_database(options.database, options.takes_over, in_memory)
+            break
         except Conflict as error:
             if time.monotonic() >= deadline:
                 raise
             log.warning('%s. Waiting for its end', error.message)
         time.sleep(HOLDER_PAUSE_S)
-
-
-def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
-                         announce: Callable[[str], Any]) -> Store:
-    """The database to serve, until the stack ends."""
-    in_memory = options.snapshot_interval_s is not None
-    store = await_database(options)
     if store.lease is not None:
         stack.callback(store.lease.release)
     stack.callback(store.close)
@@ -14472,22 +14323,6 @@ def own_addresses() -> List[str]:
     return [address for address in sorted(set(found), key=found.index) if not is_loopback(address)]
 
 
-def serve_words(options: ServerOptions) -> List[str]:
-    """Options of `serve` for a server that lets in whom this one lets in, and shows them the same."""
-    values = (('-d', options.database), ('--host', options.host),
-              ('--auth-file', options.auth_file),
-              ('--credential-cache-ttl-secs', options.auth_file and f'{options.known_s:g}'),
-              *(('--admin-user', user) for user in options.administrators),
-              ('--tls-cert', options.tls_certificate), ('--tls-key', options.tls_key),
-              ('--pid-file', options.pid_file))
-    switches = (('--no-auth', not options.needs_token),
-                ('--enforce-access-control', options.enforces_access),
-                ('--disable-admin-sql', not options.allows_sql),
-                ('--disable-admin-sql-writes', not options.allows_sql_writes),
-                ('--in-memory', options.snapshot_interval_s is not None))
-    return [word for pair in values if pair[1] for word in pair] + [name for name, is_on in switches if is_on]
-
-
 @contextlib.contextmanager
 def connection_file(options: ServerOptions, urls: List[str], server_id: str,
                     goes_on: Callable[[], bool] = bool) -> Iterator[str]:
@@ -14502,7 +14337,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         describe_process(), url=urls[0], candidates=urls, server_id=server_id, database=database,
         inode=0 if options.snapshot_interval_s is not None else file_identity(database)[1],     # 0: changes
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
-        in_memory=options.snapshot_interval_s is not None, serve=serve_words(options),
+        in_memory=options.snapshot_interval_s is not None,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
     if options.travels:
         content.update(travels=True, allocation=os.environ['SLURM_JOB_ID'])
@@ -14599,26 +14434,14 @@ class JsonLines(logging.Formatter):
 
 # -------- detached servers --------
 
-def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None,
-                          is_lost: bool = False) -> None:
+def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None) -> None:
     """Fork a server for a database; it answers. Conflict if another process has the database.
 
-    `is_lost`: that of another host does not answer. In an allocation it answers other hosts, too: requests
-    are signed with its token, which is never sent.
+    In an allocation it answers other hosts, too: requests are signed with its token, which is never sent.
     """
     database, host = os.path.abspath(database), '0.0.0.0' if in_slurm_job() else '127.0.0.1'
-    options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s,
-                            watches_lease=is_lost or in_slurm_job())
+    options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
     start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 2)
-
-
-def fork() -> int:
-    """As os.fork(), after which a Ctrl-C comes: functions that Python calls at a fork (logging's) lose it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        return os.fork()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
@@ -14632,7 +14455,7 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     reader, writer = os.pipe()
     adopts = adopt_orphans(False)       # the server is not to become our child
     try:
-        child = fork()
+        child = os.fork()
     except OSError as error:    # no room for processes, or no memory
         os.close(reader)
         os.close(writer)
@@ -14647,7 +14470,7 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
         pass    # the caller ignores SIGCHLD
     adopt_orphans(adopts)
     with os.fdopen(reader, encoding='utf-8', errors='replace') as pipe:
-        wait_s = START_DEADLINE_S + lease_wait_s(options)
+        wait_s = START_DEADLINE_S + Lease.WATCH_PERIODS * Lease.PERIOD_S + 1
         answered, _, _ = select.select([pipe], [], [], wait_s)
         said = pipe.read() if answered else f'no answer within {wait_s:g} s'
     outcome, _, rest = said.partition(' ')
@@ -15064,14 +14887,13 @@ STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the la
 def explain_absence(server: Dict[str, Any], reason: str) -> str:
     """Why a lasting server cannot be used, and the ways out: runners elsewhere find it at its old address."""
     database, paths = shlex.quote(server['database']), [registration_path()]
-    words = [*server.get('serve', ()), '--port', parse_url(server['url']).port]
-    command = f'{program_name()} serve ' + ' '.join(shlex.quote(str(word)) for word in words)
     reason += ', and its database is gone: a start makes a new one' * is_missing(server['database'])
     if server.get('travels'):
         reason += '; it goes on in its next allocation (`squeue --me`)'
         paths.append(server['database'] + '.connection')
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
-            f'  to start it again:                  {command}\n'
+            f"  to start it again, as before:       {program_name()} serve -d {database} --port "
+            f"{parse_url(server['url']).port}\n"
             f'  to use its database without it:     --db {database}\n'
             f'  to use that of this directory:      -s\n'
             f"  to forget the server:               rm {' '.join(map(shlex.quote, paths))}")
@@ -15289,10 +15111,8 @@ class Connector:
             self.server = found
             raise failure
         self.check_free(found or self.server, failure)
-        # Of another host: it may have died with its node, and its lease is watched.
-        is_lost = failure is not None and not was_here(found)
         try:
-            self.take_database(is_lost)
+            self.take_database()
         except Conflict as error:
             raise failure or error from None    # it holds the database
 
@@ -15326,18 +15146,14 @@ class Connector:
                 os.path.exists(self.database + end) for end in ('', RESCUED_END)):  # a start names the cure
             raise Unreachable(f'the database {self.database} is gone')      # make no new one
 
-    def take_database(self, is_lost: bool) -> None:
-        """Open the embedded database, or start a server for it. Conflict if another process has it.
-
-        `is_lost`: its server does not answer, and may have died with its host.
-        """
-        if not self.needs_server:
-            wait_s = Lease.watch_s() if is_lost else 0.0
-            self._service, self.server = Service(hold_database(self.database, wait_s=wait_s)), {}
-        else:
-            self.start_server(self.database, self.snapshot_interval_s, is_lost)
+    def take_database(self) -> None:
+        """Open the embedded database, or start a server for it. Conflict if another process has it."""
+        if self.needs_server:
+            self.start_server(self.database, self.snapshot_interval_s)
             self.servers_started += 1
             self.open()
+        else:
+            self._service, self.server = Service(hold_database(self.database)), {}
 
     def open_server(self, server: Dict[str, Any]) -> HttpConnection:
         """Connect to the first address at which a server answers, and proves that it is the one.
@@ -24130,7 +23946,7 @@ def launch_worker(stem: str, order: Order) -> None:
 
 def fork_detached(work: Callable[[], Any], kept: int, *log_to: Any) -> None:
     """Fork a process that leaves the caller's session and outlives it. `log_to`: see leave_caller()."""
-    if fork():
+    if os.fork():
         return
     try:
         umask, directory = os.umask(0o077), os.getcwd()
@@ -31198,7 +31014,6 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
         database=database, host=args['host'] or host, port=port if args['port'] is None else args['port'],
         travels=travels, needs_token=not args['no_auth'],
         new_token=bool(args['new_token']), takes_over=bool(args['takeover']),
-        from_snapshot=bool(args['from_snapshot']),
         tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
         snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH') or
@@ -32079,8 +31894,6 @@ COMMANDS = (
         Argument('--no-auth', '', 'accept requests without token or password; on 127.0.0.1 only'),
         Argument('--new-token', '', 'replace the token of this database'),
         Argument('--takeover', '', 'take over the lease of a server that is known to be gone'),
-        Argument('--from-snapshot', '', 'with a database that was in memory: where its newest state was '
-                 'lost, go on with its snapshot'),
         Argument('--backup', 'FILE', 'only copy the database to FILE, while its server, if any, works'),
         Argument('--disable-admin-sql', '', 'refuse `admin sql`'),
         Argument('--disable-admin-sql-writes', '', 'refuse `admin sql --write`'),
