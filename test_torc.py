@@ -2975,10 +2975,14 @@ class ServiceTest(unittest.TestCase):
         self.directory = tempfile.mkdtemp(prefix="torc's service ")
         self.addCleanup(shutil.rmtree, self.directory)
         self.clock = 1700000000.0
+        self.caller, self.is_admin = 'tester', True
+        self.open()
+
+    def open(self) -> None:
+        """A service on the database."""
         self.store = FreeStore(os.path.join(self.directory, 'torc.db'), lambda: self.clock)
         self.service = torc.Service(self.store)
         self.service.clock = self.store.now
-        self.caller, self.is_admin = 'tester', True
         self.addCleanup(self.store.close)
 
     @property
@@ -3120,22 +3124,33 @@ class ServiceTest(unittest.TestCase):
 
 
 class ScenarioTest(ServiceTest):
-    """What becomes of a workflow, told in words: a title, its jobs, and lines of steps with what is found after them.
+    """What becomes of a workflow, told in rows: a title, its jobs, and lines of steps with what is found after them.
 
         a node that is lost gives back what it has not started
           a / b / c: a
           claim n1 a b; start a; lose n1 -> a=failed b=ready#2 c=canceled
 
-    Actions stand behind the jobs: 'a / b | on_jobs_complete a b'. Nodes come into being with their first mention. A step is
-    of a job's attempt that was given last, and by its node; a#1 says another attempt, by=n2 another node. On the right,
-    b=ready#2 means that attempt 2 is ready, why_b='words...' why it is in its state. The last step of a line is carried out
-    unless the right side has refused='words of the message': then nothing may have changed. Whoever says the same again
-    (REPEATS) gets the same answer and changes nothing more; a second public completion is refused. After each line the
-    counters must agree with what they count, and with what is due.
+    Left of the arrow: steps, each a verb (do_VERB, or a word of CALLS) with words and key=word. Jobs are 'name: prerequisites', a name
+    with ! does not mind failures; actions stand behind them: 'a / b | on_jobs_complete a b'. Nodes come into being with their first
+    mention. A step is of a job's attempt that was given last, and by its node; a#1 says another attempt, by=n2 another node.
+    Right of it: b=ready (a job's status; ready#2: of attempt 2), why_b='words...' (why it is so), a list of SEES or see_KEY(), or a key
+    of the last answer; '...' stands for anything. With refused='words of the message' the last step is refused, and changes nothing.
+    All rows check that whoever says the same again (REPEATS) gets the same answer and changes nothing, that a second public
+    completion is refused, and after each line that the counters agree with what they count, and with what is due.
     """
     WORKFLOW = {}   # type: Dict[str, Any]
     REPEATS = {'start', 'end', 'return', 'lose', 'leave', 'hold', 'back', 'did', 'sync', 'spawn', 'replay'}
     REFUSES = {'complete', 'batch'}
+    CALLS = {       # verb -> operation on the workflow, its parameters, its body
+        'init': ('initialize_jobs', {}, None), 'reinit': ('initialize_jobs', {'only_uninitialized': True}, None),
+        'cancel': ('cancel_workflow', {}, None), 'archive': ('archive_workflow', {}, {'is_archived': True})}
+    SEES = {        # key -> operation on the workflow, its parameters, what is told of each item
+        'results': ('list_results', {'all_runs': True}, '{job_name}#{attempt_id}:{return_code}:{status}'),
+        'reasons': ('list_results', {'all_runs': True}, '{job_name}#{attempt_id}:{reason}'),
+        'current': ('list_results', {}, '{job_name}#{attempt_id}'),
+        'jobs': ('list_jobs', {}, '{name}'), 'lineages': ('list_user_data', {}, '{name:.99}'), 'due': ('get_pending_actions', {}, '{trigger_type}'),
+        'allocations': ('list_scheduled_compute_nodes', {}, '{status}'),
+        'ended': ('list_events', {'category': 'workflow_completed'}, '{data[run_id]}')}     # runs whose ends are events
 
     def assertScenarios(self, text: str, **words: str) -> None:
         """Act out scenarios; words that stand for others are replaced in them."""
@@ -3165,7 +3180,7 @@ class ScenarioTest(ServiceTest):
         refusal, all_steps = wanted.pop('refused', None), [shlex.split(step) for step in steps.split(';') if step.strip()]
         for place, (verb, *words) in enumerate(all_steps, 1):
             options = dict(word.split('=', 1) for word in words if '=' in word)
-            step = functools.partial(getattr(self, 'do_' + verb), *(word for word in words if '=' not in word), **options)
+            step = functools.partial(self.step(verb), *(word for word in words if '=' not in word), **options)
             if refusal is not None and place == len(all_steps):
                 self.assertStepRefused(refusal, step, line)
                 continue
@@ -3182,6 +3197,9 @@ class ScenarioTest(ServiceTest):
             pattern = '.*'.join(map(re.escape, value.split('...')))
             self.assertEqual(value, value if re.match(pattern + r'\Z', found, re.DOTALL) else found, f'{key} after: {line}')
 
+    def step(self, verb: str) -> Callable[..., None]:
+        return getattr(self, 'do_' + verb, functools.partial(self.do_call, verb))
+
     def assertStepRefused(self, words: str, step: Callable[[], Any], line: str) -> None:
         before = self.dump()
         with self.assertRaises(torc.TorcError, msg=line) as caught:
@@ -3191,7 +3209,12 @@ class ScenarioTest(ServiceTest):
         self.assertUnchanged(before)
 
     def see(self, key: str, with_attempt: bool = False) -> str:
-        """What a word of the right side stands for: a list that see_KEY() tells, KEY of the last answer, or a job's status."""
+        """What a word of the right side stands for."""
+        if key in self.SEES and not hasattr(self, 'see_' + key):
+            operation, parameters, form = self.SEES[key]
+            answer = self.call(operation, workflow_id=self.workflow_id, **parameters)
+            items = answer['items'] if isinstance(answer, dict) else answer
+            return ','.join(form.format_map(collections.defaultdict(str, item)) for item in items).replace('__torc_lineage__', '')
         if hasattr(self, 'see_' + key):
             return ','.join(getattr(self, 'see_' + key)())
         if key.startswith('why_'):
@@ -3204,35 +3227,14 @@ class ScenarioTest(ServiceTest):
         job = self.call('get_job', id=self.job_id(key))
         return job['status'] + (f"#{job['attempt_id']}" if with_attempt else '')
 
-    def see_results(self) -> List[str]:
-        """'job#attempt:return code:status' of all ends of all runs."""
-        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        return [f"{row['job_name']}#{row['attempt_id']}:{row['return_code']}:{row['status']}" for row in rows]
-
     def see_events(self) -> List[str]:
         """What happened to jobs."""
         events = self.call('list_events', workflow_id=self.workflow_id)['items']
         return [event['data']['event_type'] for event in events if event['data'].get('event_type', '').startswith('job_')]
 
-    def see_current(self) -> List[str]:
-        """Attempts whose results stand for the jobs."""
-        rows = self.call('list_results', workflow_id=self.workflow_id)['items']
-        return [f"{row['job_name']}#{row['attempt_id']}" for row in rows]
-
     def see_changed(self) -> List[str]:
         """Jobs whose input has changed since they ran."""
         return self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs']
-
-    def see_jobs(self) -> List[str]:
-        return list(self.statuses(self.workflow_id))
-
-    def see_lineages(self) -> List[str]:
-        """What spawning jobs have left in user data."""
-        items = self.call('list_user_data', workflow_id=self.workflow_id)['items']
-        return [item['name'].replace('__torc_lineage__', '') for item in items]
-
-    def see_due(self) -> List[str]:
-        return [action['trigger_type'] for action in self.call('get_pending_actions', id=self.workflow_id)]
 
     def see_actions(self) -> List[str]:
         """Triggers of the actions that the last turn gave."""
@@ -3254,16 +3256,21 @@ class ScenarioTest(ServiceTest):
         """'job:count' of what was given last, and interrupted before."""
         return [f'{name}:{count}' for name, count in self.interrupted.items() if count]
 
-    def see_ended(self) -> List[str]:
-        """The runs whose ends are events."""
-        events = self.call('list_events', workflow_id=self.workflow_id, category='workflow_completed')['items']
-        return [str(event['data']['run_id']) for event in events]
+    def see_known(self) -> List[str]:
+        """How many of the last replay were known."""
+        return [str(self.known)]
+
+    def see_run(self) -> List[str]:
+        return [str(self.run_id())]
 
     def see_complete(self) -> List[str]:
         return [str(self.call('is_workflow_complete', id=self.workflow_id)['is_complete']).lower()]
 
     def job_id(self, name: str) -> int:
         return self.store.value('SELECT id FROM job WHERE workflow_id = ? AND name = ?', (self.workflow_id, name.partition('#')[0]))
+
+    def run_id(self) -> int:
+        return self.call('get_workflow', id=self.workflow_id)['run_id']
 
     def attempt(self, job: str, by: str = '') -> Tuple[Dict[str, int], int]:
         """An attempt by its name, and the id of the node whose it is, or which is named."""
@@ -3279,20 +3286,30 @@ class ScenarioTest(ServiceTest):
             self.do_node(name)
         return self.nodes[name]
 
+    def process(self, node: str) -> Dict[str, Any]:
+        """Of a node's runner."""
+        pid = 10 * self.workflow_id + int(node[1:])
+        return {'pid': pid, 'identity': f'boot/{pid}'}
+
     def turn(self, node: str, **more: Any) -> None:
         self.answer = self.sync(self.workflow_id, self.node_id(node), **more)
         if self.answer['errors']:
             raise torc.Refused(self.answer['errors'][0]['message'])
 
+    def result_of(self, job: str, outcome: str, by: str, run: str, more: Dict[str, str]) -> Dict[str, Any]:
+        """A result as Torc's models have it; outcome: 'failed', 'failed:3' with a return code."""
+        attempt, node_id = self.attempt(job, by)
+        status, _, code = outcome.partition(':')
+        details = {key: json.loads(value) if key != 'reason' else value for key, value in more.items()}
+        if 'max_retries' in details:
+            details['retry'] = True
+        return dict(self.end(attempt, status, int(code or status != 'completed'), **details), workflow_id=self.workflow_id,
+                    compute_node_id=node_id, run_id=int(run or self.run_id()))
+
     # -------- what a runner says --------
 
     def do_node(self, name: str, lease: str = '60') -> None:
         self.nodes[name] = self.node(self.workflow_id, lease_s=float(lease), **self.process(name))
-
-    def process(self, node: str) -> Dict[str, Any]:
-        """Of a node's runner."""
-        pid = 10 * self.workflow_id + int(node[1:])
-        return {'pid': pid, 'identity': f'boot/{pid}'}
 
     def do_sync(self, node: str) -> None:
         self.turn(node)
@@ -3325,24 +3342,14 @@ class ScenarioTest(ServiceTest):
         self.turn(node, held=keys, started=[[*key, torc.format_time(self.clock)] for key in keys])
 
     def do_end(self, job: str, outcome: str = 'completed', by: str = '', run: str = '', **more: str) -> None:
-        """An attempt ends, says its runner; outcome: 'failed', 'failed:3' with a return code."""
-        attempt, node_id = self.attempt(job, by)
-        body = {'compute_node_id': node_id, 'completions': [self.end_of(attempt, outcome, **more)],
-                'run_id': int(run or self.run_id())}
+        """An attempt ends, says its runner."""
+        end = self.result_of(job, outcome, by, run, more)
+        body = {'compute_node_id': end.pop('compute_node_id'), 'run_id': end.pop('run_id'), 'completions': [end]}
+        del end['workflow_id']
         self.answer = self.call('runner_sync', body, id=self.workflow_id)
         if self.answer['errors']:
             raise torc.Refused(self.answer['errors'][0]['message'])
-        self.assertEqual([[*attempt.values(), self.see(job.partition('#')[0])]], self.answer['accepted'])
-
-    def end_of(self, attempt: Dict[str, int], outcome: str, **more: str) -> Dict[str, Any]:
-        status, _, code = outcome.partition(':')
-        details = {key: json.loads(value) if key != 'reason' else value for key, value in more.items()}
-        if 'max_retries' in details:
-            details['retry'] = True
-        return self.end(attempt, status, int(code or status != 'completed'), **details)
-
-    def run_id(self) -> int:
-        return self.call('get_workflow', id=self.workflow_id)['run_id']
+        self.assertEqual([[end['job_id'], end['attempt_id'], self.see(job.partition('#')[0])]], self.answer['accepted'])
 
     def do_ask(self, node: str) -> None:
         """A node asks for the actions that are due."""
@@ -3355,11 +3362,9 @@ class ScenarioTest(ServiceTest):
 
     # -------- what others say --------
 
-    def result_of(self, job: str, outcome: str, by: str, run: str, more: Dict[str, str]) -> Dict[str, Any]:
-        """A result as Torc's models have it."""
-        attempt, node_id = self.attempt(job, by)
-        return dict(self.end_of(attempt, outcome, **more), workflow_id=self.workflow_id, compute_node_id=node_id,
-                    run_id=int(run or self.run_id()))
+    def do_call(self, verb: str) -> None:
+        operation, parameters, body = self.CALLS[verb]
+        self.call(operation, body, id=self.workflow_id, **parameters)
 
     def do_complete(self, job: str, outcome: str = 'completed', by: str = '', run: str = '', **more: str) -> None:
         result = self.result_of(job, outcome, by, run, more)
@@ -3384,10 +3389,6 @@ class ScenarioTest(ServiceTest):
             raise torc.Refused(answer['rejected'][0]['message'])
         self.known = answer['known']
 
-    def see_known(self) -> List[str]:
-        """How many of the last replay were known."""
-        return [str(self.known)]
-
     def do_begin(self, job: str, by: str = '', run: str = '') -> None:
         """start_job, as clients of others call it."""
         attempt, node_id = self.attempt(job, by)
@@ -3400,9 +3401,13 @@ class ScenarioTest(ServiceTest):
                  'cancel_on_blocking_job_failure': not name.endswith('!')} for name, _, needs in rows]
         self.answer = self.call('spawn_jobs', dict({'jobs': jobs}, **more), id=self.job_id(job))
 
-    def do_edit(self, job: str) -> None:
-        """A job's command changes."""
-        self.call('update_job', {'command': 'other'}, id=self.job_id(job))
+    def do_put(self, job: str, status: str = '', **fields: str) -> None:
+        """A job's fields change."""
+        self.call('update_job', dict(fields, **({'status': status} if status else {})), id=self.job_id(job))
+
+    def do_new(self, job: str) -> None:
+        """Another job, uninitialized."""
+        self.call('create_job', {'workflow_id': self.workflow_id, 'name': job, 'command': 'x'})
 
     def do_retry(self, job: str, most: str = '3', run: str = '') -> None:
         self.call('retry_job', job_id=self.job_id(job), run_id=int(run or self.run_id()), max_retries=int(most))
@@ -3432,10 +3437,7 @@ class ScenarioTest(ServiceTest):
     def do_server(self) -> None:
         """A server begins, on the same database."""
         self.store.close()
-        self.store = FreeStore(self.store.path, lambda: self.clock)
-        self.addCleanup(self.store.close)
-        self.service = torc.Service(self.store)
-        self.service.clock = self.store.now
+        self.open()
 
     def do_record(self, slurm_job_id: str) -> None:
         """A record of an allocation."""
@@ -3450,10 +3452,6 @@ class ScenarioTest(ServiceTest):
         scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': record_id, 'restart_count': int(restart)}
         self.nodes[name] = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **self.process(name))
 
-    def see_allocations(self) -> List[str]:
-        """Statuses of the records."""
-        return [row['status'] for row in self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']]
-
     def do_wait(self, seconds: str) -> None:
         self.clock += float(seconds)
 
@@ -3463,18 +3461,6 @@ class ScenarioTest(ServiceTest):
             self.call('reset_job_status', id=self.workflow_id, failed_only=what == 'failed')
         else:
             self.call('reset_workflow_status', id=self.workflow_id, force=what == 'forced')
-
-    def do_init(self) -> None:
-        self.call('initialize_jobs', id=self.workflow_id)
-
-    def do_reinit(self) -> None:
-        self.call('initialize_jobs', id=self.workflow_id, only_uninitialized=True)
-
-    def do_cancel(self) -> None:
-        self.call('cancel_workflow', id=self.workflow_id)
-
-    def do_archive(self) -> None:
-        self.call('archive_workflow', {'is_archived': True}, id=self.workflow_id)
 
 
 class StateTest(ScenarioTest):
@@ -3534,7 +3520,7 @@ class StateTest(ScenarioTest):
         job_id, before = self.job_id('job'), self.dump()
         with self.undone():
             try:
-                getattr(self, 'do_' + verb)(*rest, **more)
+                self.step(verb)(*rest, **more)
                 found = self.store.value('SELECT status FROM job WHERE id = ?', (job_id,))
                 if words != 'put job disabled':     # before initialize nothing is counted
                     self.assertWhole()
@@ -3590,25 +3576,6 @@ class StateTest(ScenarioTest):
                     self.assertEqual(row['expected'], self.outcome(row['words']))
         self.act('claim n1 -')
 
-    def do_put(self, job: str, status: str) -> None:
-        self.call('update_job', {'status': status}, id=self.job_id(job))
-
-    def do_new(self, job: str) -> None:
-        """Another job, without which a workflow may be complete."""
-        self.call('create_job', {'workflow_id': self.workflow_id, 'name': job, 'command': 'x'})
-
-    def test_cancel_changes_nothing_where_nothing_is_left_to_do(self):
-        for steps, is_canceled in (('end a; claim n1 b; end b', False), ('end a failed', False), ('return a', True)):
-            with self.subTest(steps):
-                self.begin('a / b: a')
-                self.act('claim n1 a; ' + steps)
-                before = self.dump()
-                self.assertIs(is_canceled, self.call('cancel_workflow', id=self.workflow_id)['is_canceled'])
-                if not is_canceled:
-                    self.assertUnchanged(before)
-        empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']      # Torc's clients may cancel these
-        self.assertIs(True, self.call('cancel_workflow', id=empty)['is_canceled'])
-
     SET_BACK = '''
         what depends on a job that is set back follows to the last, at the next initialize
           job / child: job / grandchild: child / apart
@@ -3627,6 +3594,22 @@ class StateTest(ScenarioTest):
           claim n1 a; end a pending_failed:3; reset; complete a failed:3 -> refused='no result in run 2'
         '''
     HELD = '''
+        cancel changes nothing where nothing is left to do
+          a / b: a
+          claim n1 a; end a; claim n1 b; end b; cancel -> canceled=false told=0 a=completed b=completed
+
+        ... also for what never ran
+          a / b: a
+          claim n1 a; end a failed; cancel -> canceled=false told=0
+
+        ... and something where something is
+          a / b: a
+          claim n1 a; return a; cancel -> canceled=true told=1 a=canceled b=canceled
+
+        a result made by hand is the current one
+          a
+          claim n1 a; end a failed; add a#2 -> current=a#2 a=failed
+
         only the node that claimed a job starts it
           a
           node n2; claim n1 a; begin a by=n2 -> refused='held by compute node'
@@ -3649,25 +3632,28 @@ class StateTest(ScenarioTest):
         self.act('reset forced; reset jobs')
         self.assertRefused('job 4 not found', 'update_job', {'depends_on_job_ids': [4]}, id=self.job_id('a'))     # of another workflow
 
-    def test_a_node_that_ended_stays_ended(self):
-        node_id = self.node(self.create('a:'))
+    def see_canceled(self) -> List[str]:
+        return [str(self.call('get_workflow', id=self.workflow_id)['is_canceled']).lower()]
+
+    def see_told(self) -> List[str]:
+        """How many events of a cancellation there are."""
+        return [str(len(self.call('list_events', workflow_id=self.workflow_id, category='workflow_canceled')['items']))]
+
+    def do_add(self, job: str) -> None:
+        self.call('create_result', self.result_of(job, 'failed:5', '', '', {}))
+
+    def test_a_node_that_ended_stays_ended_and_labels_are_a_set(self):
+        self.begin('a')
+        node_id = self.node(self.workflow_id)
         self.call('update_compute_node', {'is_active': True, 'pid': 7}, id=node_id)
         self.call('update_compute_node', {'is_active': False}, id=node_id)
         self.assertRefused('register a new one', 'update_compute_node', {'is_active': True}, id=node_id)
         self.call('update_compute_node', {'duration_seconds': 5.0, 'labels': ['x']}, id=node_id)
         self.assertNotIn('labels', self.call('get_compute_node', id=node_id))
-
-    def test_labels_are_a_set_and_an_empty_list_takes_them_away(self):
-        self.begin('a')
         for labels, kept in ((['b', 'a', 'b'], ['a', 'b']), (['a', 'b'], ['a', 'b']), (None, ['a', 'b']), ([], None), (['c'], ['c'])):
             self.assertEqual(kept, self.call('update_job', {'labels': labels}, id=self.job_id('a')).get('labels'))
-
-    def test_a_result_made_by_hand_is_the_current_one(self):
-        self.begin('a')
-        self.act('claim n1 a; end a failed')
-        result = dict(self.call('list_results', workflow_id=self.workflow_id)['items'][0], attempt_id=2, return_code=5)
-        self.call('create_result', {key: value for key, value in result.items() if key not in ('id', 'job_name')})
-        self.act('-> current=a#2')
+        empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']      # Torc's clients may cancel these
+        self.assertIs(True, self.call('cancel_workflow', id=empty)['is_canceled'])
 
 
 class ActionTest(ScenarioTest):
@@ -3885,30 +3871,29 @@ class RearmTest(ScenarioTest):
 class GraphTest(ServiceTest):
     """What jobs wait for, as sets that are told once."""
 
-    def test_jobs_that_wait_for_the_same_share_a_set(self):
-        workflow_id = self.create('a:\nb:\nc: a b\nd: b a\ne: a\n')
-        graph = self.call('get_dependency_graph', id=workflow_id)
-        names, numbers, sets = graph['job_names'], graph['set_numbers'], graph['sets']
-        self.assertEqual({'a': [], 'b': [], 'c': ['a', 'b'], 'd': ['a', 'b'], 'e': ['a']},
-                         {name: [names[job_id - 1] for job_id in sets[number]]
-                          for name, number in zip(names, numbers)})
-        self.assertEqual((3, numbers[2]), (len(sets), numbers[3]))
-
-    def test_files_and_user_data_count_before_the_workflow_is_initialized(self):
+    def test_files_and_user_data_imply_prerequisites_sets_are_shared_and_cycles_are_refused_by_name(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
-        file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
+        self.assertEqual([], self.call('get_dependency_graph', id=workflow_id)['sets'])
+        first, second = [self.call('create_file', {'workflow_id': workflow_id, 'name': name, 'path': name})['id'] for name in 'fg']
         record_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'u'})['id']
-        for name, more in (('a', {'output_file_ids': [file_id]}),
-                           ('b', {'output_user_data_ids': [record_id], 'depends_on_job_ids': [1]}),
-                           ('c', {'input_file_ids': [file_id], 'input_user_data_ids': [record_id]}),
-                           ('d', {'input_file_ids': [file_id], 'depends_on_job_ids': [2]})):
+        self.call('create_jobs', {'jobs': [dict({'workflow_id': workflow_id, 'name': name, 'command': 'true'}, **more) for name, more in (
+            ('a', {'output_file_ids': [first]}), ('b', {'output_user_data_ids': [record_id]}))]})
+        for name, more in (('c', {'input_file_ids': [first], 'input_user_data_ids': [record_id], 'output_file_ids': [second]}),
+                           ('d', {'input_file_ids': [first], 'depends_on_job_ids': [2]}), ('e', {'depends_on_job_ids': [2, 1]}),
+                           ('f', {'depends_on_job_ids': [1]})):
             self.call('create_job', dict(more, workflow_id=workflow_id, name=name, command='true'))
-        graph = self.call('get_dependency_graph', id=workflow_id)
-        self.assertEqual([1, 2, 3, 4], graph['job_ids'])
-        sets = [graph['sets'][number] for number in graph['set_numbers']]
-        self.assertEqual([[], [1], [1, 2], [1, 2]], sets)
-        empty = self.call('create_workflow', {'name': 'empty', 'user': 'tester'})['id']
-        self.assertEqual([], self.call('get_dependency_graph', id=empty)['sets'])
+        for _ in range(2):      # before the workflow is initialized, and after it
+            graph = self.call('get_dependency_graph', id=workflow_id)
+            sets = [graph['sets'][number] for number in graph['set_numbers']]
+            self.assertEqual((list('abcdef'), [[], [], [1, 2], [1, 2], [1, 2], [1]]), (graph['job_names'], sets))
+            self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual(['ready', 'ready', *['blocked'] * 4], list(self.statuses(workflow_id).values()))
+        self.assertEqual(3, self.store.value('SELECT count(*) FROM dep_set'))       # of 2 and 1, of 1, and what d was told of
+        rows = self.call('list_job_dependencies', id=workflow_id)['items']
+        self.assertEqual([('a', 'c'), ('b', 'c')], [(row['depends_on_job_name'], row['job_name']) for row in rows][:2])
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'back', 'command': 'x', 'input_file_ids': [second],
+                                 'output_file_ids': [first]})
+        self.assertRefused('back -> c -> back', 'initialize_jobs', id=workflow_id)
 
     def test_to_run_again_what_stands_before_a_barrier_costs_what_its_jobs_do_and_not_their_pairs(self):
         def steps(count: int) -> int:
@@ -4035,9 +4020,6 @@ class ResetTest(ScenarioTest):
     def test_runs_begin_anew(self):
         self.assertScenarios(self.SCENARIOS)
 
-    def see_run(self) -> List[str]:
-        return [str(self.run_id())]
-
     def test_required_changed_and_missing_files_and_data_are_found(self):
         workflow_id = self.call('create_workflow_from_spec', plan_of({
             'name': 'w', 'files': [{'name': name, 'path': name, 'st_mtime': 5.0} for name in ('in', 'mid', 'out')], 'user_data': [{'name': 'd'}],
@@ -4062,7 +4044,7 @@ class ResetTest(ScenarioTest):
                 ({'mid': None}, {'one': 'its output mid is missing', 'two': 'its input mid changed'})):
             self.assertEqual(wanted, changed(**times))
         self.call('update_user_data', {'data': 2}, id=data)
-        self.assertEqual({'three': 'its command, environment, files or input data changed'}, changed())
+        self.assertEqual({'three': CHANGED}, changed())
         self.assertEqual({'reinitialized_jobs': ['three']}, self.call('process_changed_job_inputs', id=workflow_id, dry_run=True))
         with self.undone():
             self.call('check_changes', {'files': {str(inp): None}}, id=workflow_id)
@@ -4074,24 +4056,20 @@ class ResetTest(ScenarioTest):
 
     def test_what_follows_from_a_change_is_named_and_is_what_initialize_makes_run_again(self):
         def found(**more: Any) -> Dict[str, Dict[str, str]]:
-            answer = self.call('check_changes', dict({'files': {}}, **more), id=workflow_id)
+            answer = self.call('check_changes', dict({'files': {}}, **more), id=self.workflow_id)
             return {key: {row['job_name']: row['reason'] for row in rows} for key, rows in answer.items()}
-        workflow_id = self.create('a:\nb: a\nc: b\nd: b\ne: c d\nother:\nbad:\nafter: bad')
-        self.drive(workflow_id, {'bad': 'failed'})
+        self.begin('a / b: a / c: b / d: b / e: c d / other / bad / after: bad')
+        before = self.drive(self.workflow_id, {'bad': 'failed'})
         self.assertEqual({'changed': {}, 'downstream_jobs': {}}, found(dry_run=True))
-        self.call('update_job', {'command': 'another'}, id=self.store.value("SELECT min(id) FROM job"))
+        self.act('put a command=another')
         downstream = dict.fromkeys('bcde', 'a job that it depends on runs again')
-        wanted = {'changed': {'a': 'its command, environment, files or input data changed'},
-                  'downstream_jobs': downstream}
-        before = self.statuses(workflow_id)
-        self.assertEqual(wanted, found(dry_run=True))
-        self.assertEqual(before, self.statuses(workflow_id))
-        self.assertEqual(wanted, found())
+        for is_dry_run in (True, False):
+            self.assertEqual({'changed': {'a': CHANGED}, 'downstream_jobs': downstream}, found(dry_run=is_dry_run))
+            self.assertEqual(before if is_dry_run else dict(before, a='uninitialized'), self.statuses(self.workflow_id))
         downstream['a'] = 'it was added or set back, and not initialized since'
         self.assertEqual({'changed': {}, 'downstream_jobs': downstream}, found(dry_run=True))
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        after = self.statuses(workflow_id)
+        self.act('reset; reinit')
+        after = self.statuses(self.workflow_id)
         self.assertEqual(set('abcde'), {name for name, status in after.items() if status != before[name]})
 
     def test_ephemeral_user_data_is_cleared_when_its_maker_runs_again_and_no_other(self):
@@ -4782,48 +4760,6 @@ class ClaimTest(PlacesTest):
 # ======== 8d. Completion ========
 
 
-class CascadeTest(ServiceTest):
-    """What a job's end does to the others."""
-    TABLE = '''
-        jobs                        ends                outcome
-        a: / b: a                   -                   completed completed
-        a: / b: a                   a=failed            failed canceled
-        a: / b: a                   a=terminated        terminated canceled
-        a: / b: a                   a=pending_failed    pending_failed blocked
-        a: / b!: a                  a=failed            failed completed
-        a: / b: a / c: a / d: b c   a=failed            failed canceled canceled canceled
-        a: / b: a / c: a / d: b c   b=failed            completed failed completed canceled
-        a: / b: a / c: a / d!: b c  b=failed            completed failed completed completed
-        a: / b: / c!: a b / d: c    a=failed            failed completed completed completed
-        a: / b: a / c!: b / d: c    a=failed            failed canceled completed completed
-        a: / b: a / c: b / d: c     -                   completed completed completed completed
-        '''
-
-    def test_every_outcome_follows_from_the_prerequisites(self):
-        for row in rows_of(self.TABLE):
-            with self.subTest(**row):
-                workflow_id = self.create(row['jobs'].replace(' / ', '\n'))
-                found = self.drive(workflow_id, dict(item.split('=') for item in row['ends'].split()))
-                self.assertEqual(row['outcome'], ' '.join(found.values()))
-        self.assertWhole()
-
-    def test_files_and_user_data_imply_prerequisites_and_cycles_of_them_are_refused_by_name(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        files = [self.call('create_file', {'workflow_id': workflow_id, 'name': name, 'path': name})['id'] for name in 'fg']
-        data_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})['id']
-        self.call('create_jobs', {'jobs': [
-            {'workflow_id': workflow_id, 'name': 'makes', 'command': 'x', 'output_file_ids': files[:1], 'output_user_data_ids': [data_id]},
-            {'workflow_id': workflow_id, 'name': 'reads', 'command': 'x', 'input_file_ids': files[:1], 'output_file_ids': files[1:]},
-            {'workflow_id': workflow_id, 'name': 'asks', 'command': 'x', 'input_user_data_ids': [data_id]}]})
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'makes': 'ready', 'reads': 'blocked', 'asks': 'blocked'}, self.statuses(workflow_id))
-        self.assertEqual([('makes', 'reads'), ('makes', 'asks')], [
-            (row['depends_on_job_name'], row['job_name']) for row in self.call('list_job_dependencies', id=workflow_id)['items']])
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'back', 'command': 'x', 'input_file_ids': files[1:],
-                                 'output_file_ids': files[:1]})
-        self.assertRefused('back -> reads -> back', 'initialize_jobs', id=workflow_id)
-
-
 class CompletionTest(ScenarioTest):
     """Ends of attempts: once each, of the current run, of what was running; an attempt's name never comes twice."""
     ENDS = '''
@@ -4960,7 +4896,7 @@ class CompletionTest(ScenarioTest):
         a change after the end of what nobody has claimed is seen
           a
           set a BEFORE; complete a -> changed=
-          edit a -> changed=a
+          put a command=other -> changed=a
 
         what is set to work again has another attempt, which can end, and be lost with its node
           a / b / c
@@ -5175,10 +5111,6 @@ class ExplanationTest(ScenarioTest):
           a
           claim n1 a; set a uninitialized -> reasons='a#1:the job was reset while a runner had it' results=a#1:-128:canceled
         '''
-
-    def see_reasons(self) -> List[str]:
-        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        return [f"{row['job_name']}#{row['attempt_id']}:{row.get('reason') or ''}" for row in rows]
 
     def test_every_job_has_its_reason(self):
         self.assertScenarios(self.SCENARIOS)
