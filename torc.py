@@ -7349,6 +7349,7 @@ def list_required(context: Context, workflow_id: int, table: str, condition: str
 CRATE_PLAN = '#torc-workflow'
 CRATE_RUN = '#torc-run-id-{}'
 CRATE_SOFTWARE = '#software-{}-run-id-{}'
+ACTION = ('CreateAction', 'prov:Activity')
 FILE_ROW = 'id, path, identifier, st_mtime'
 
 
@@ -7389,34 +7390,35 @@ def put_software(context: Context, workflow_id: int, role: str) -> None:
                {'name': 'torc.py', 'version': __version__, 'torc:git_hash': RELEASE_TAG})
 
 
-def run_of_crate(run_id: int) -> Values:
-    """What the entities of a run and of its jobs have in common."""
-    agents = [CRATE_SOFTWARE.format(role, run_id) for role in ('torc', 'torc-server')]
-    return {'prov:hadPlan': refer(CRATE_PLAN), 'instrument': refer(agents[0]),
-            'prov:wasAssociatedWith': refer(*agents)}
+def put_action(context: Context, state: WorkflowState, entity_id: str, metadata: Values) -> None:
+    """Describe a run, or an attempt of a job in it."""
+    agents = [CRATE_SOFTWARE.format(role, state.run_id) for role in ('torc', 'torc-server')]
+    put_entity(context, state.id, entity_id, ACTION, dict({
+        'prov:hadPlan': refer(CRATE_PLAN), 'instrument': refer(agents[0]),
+        'prov:wasAssociatedWith': refer(*agents)}, **metadata))
 
 
 def put_file(context: Context, workflow_id: int, row: Cells, more: Values) -> None:
     """Describe a file that is there. `row`: a FILE_ROW."""
     file_id, path, identifier, mtime = row
-    encoding = mimetypes.guess_type(path)[0] or 'application/octet-stream'
     put_entity(context, workflow_id, identifier or path, ('File', 'prov:Entity'), dict({
-        'name': os.path.basename(path), 'encodingFormat': encoding, 'dateModified': format_time(mtime),
+        'name': os.path.basename(path), 'dateModified': format_time(mtime),
+        'encodingFormat': mimetypes.guess_type(path)[0] or 'application/octet-stream',
         'sameAs': refer(path) if identifier else None}, **more), file_id)
 
 
 def note_run(context: Context, workflow_id: int) -> None:
     """A run begins: describe the workflow, the run, this server and the input files."""
-    workflow = get_workflow(context, workflow_id)
+    workflow, state = get_workflow(context, workflow_id), workflow_state(context, workflow_id)
     put_entity(context, workflow_id, CRATE_PLAN, ('SoftwareApplication', 'prov:Plan'),
                {'name': workflow['name'], 'description': workflow.get('description')})
     put_software(context, workflow_id, 'torc-server')
-    run_id = workflow['run_id']
+    run = CRATE_RUN.format(state.run_id)
     began = context.value('SELECT metadata FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?',
-                          (workflow_id, CRATE_RUN.format(run_id)))
-    put_entity(context, workflow_id, CRATE_RUN.format(run_id), ('CreateAction', 'prov:Activity'), dict(
-        run_of_crate(run_id), name=f"{workflow['name']} Run {run_id}", endTime=None,
-        startTime=json.loads(began or '{}').get('startTime') or context.time))
+                          (workflow_id, run))
+    put_action(context, state, run, {
+        'name': f"{workflow['name']} Run {state.run_id}", 'endTime': None,
+        'startTime': json.loads(began or '{}').get('startTime') or context.time})
     for row in context.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? '
                             'AND st_mtime IS NOT NULL AND NOT EXISTS (SELECT 1 FROM job_output_file '
                             'WHERE file_id = file.id) ORDER BY id', (workflow_id,)):
@@ -7432,9 +7434,8 @@ def note_job_outputs(context: Context, state: WorkflowState, job: JobState) -> N
     made = context.rows(f'SELECT {FILE_ROW} FROM job_output_file JOIN file ON id = file_id '
                         'WHERE job_id = ? AND st_mtime IS NOT NULL ORDER BY id', (job.id,))
     action, run = f'#job-{job.id}-attempt-{job.attempt_id}', refer(CRATE_RUN.format(state.run_id))
-    put_entity(context, state.id, action, ('CreateAction', 'prov:Activity'), {
-        **run_of_crate(state.run_id), 'name': job.name, 'isPartOf': run,
-        'result': [refer(row[1]) for row in made], 'object': inputs, 'prov:used': inputs})
+    put_action(context, state, action, {'name': job.name, 'isPartOf': run, 'object': inputs,
+                                        'prov:used': inputs, 'result': [refer(row[1]) for row in made]})
     for row in made:
         put_file(context, state.id, row, {'prov:wasGeneratedBy': refer(action), 'prov:wasDerivedFrom': inputs,
                                           'prov:wasAttributedTo': run})
@@ -7458,33 +7459,27 @@ def format_counts(counts: Dict[str, int]) -> str:
 
 
 def note_if_complete(context: Context, workflow_id: int) -> None:
-    """If a workflow is complete, its run has ended."""
+    """If a workflow is complete, that is an event, once for the same results, and its run has ended.
+
+    A cancellation is an event of its own.
+    """
     if not is_complete(context, workflow_id):
         return
-    record_completion(context, workflow_id)
-    if keeps_crate(context, workflow_id):
-        run_id = workflow_state(context, workflow_id).run_id
-        last = context.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
-                             (workflow_id, run_id))
-        put_entity(context, workflow_id, CRATE_RUN.format(run_id), ('CreateAction', 'prov:Activity'),
-                   {'endTime': last})
-
-
-def record_completion(context: Context, workflow_id: int) -> None:
-    """The end of a workflow is an event, once for the same results; a cancellation is one of its own."""
     state = workflow_state(context, workflow_id)
-    last_id = context.value('SELECT max(id) FROM result WHERE workflow_id = ?', (workflow_id,))
+    last_id, ended = context.one('SELECT max(id), max(completion_time) FROM result WHERE workflow_id = ? '
+                                 'AND run_id = ?', (workflow_id, state.run_id))
     data = {'category': 'workflow_completed', 'workflow_id': workflow_id, 'run_id': state.run_id,
             'last_result_id': last_id}      # type: Values
-    if state.is_canceled or context.one('SELECT 1 FROM event WHERE workflow_id = ? AND instr(data, ?) = 1 '
-                                        'ORDER BY timestamp DESC LIMIT 1',
-                                        (workflow_id, format_json(data)[:-1] + ',')):
-        return
-    counts = {name: count for name, count in count_by_status(context, workflow_id).items() if count}
-    message = f'Workflow {workflow_id} has ended: {format_counts(counts)}'
-    is_bad = any(counts.get(row.name) for row in STATUSES if row.is_bad)
-    record_event(context, workflow_id, dict(data, message=message, jobs_by_status=counts),
-                 'warning' if is_bad else 'info')
+    if not state.is_canceled and context.one(
+            'SELECT 1 FROM event WHERE workflow_id = ? AND instr(data, ?) = 1 ORDER BY timestamp DESC LIMIT 1',
+            (workflow_id, format_json(data)[:-1] + ',')) is None:
+        counts = {name: count for name, count in count_by_status(context, workflow_id).items() if count}
+        is_bad = any(counts.get(row.name) for row in STATUSES if row.is_bad)
+        record_event(context, workflow_id, dict(
+            data, message=f'Workflow {workflow_id} has ended: {format_counts(counts)}', jobs_by_status=counts),
+            'warning' if is_bad else 'info')
+    if keeps_crate(context, workflow_id):
+        put_entity(context, workflow_id, CRATE_RUN.format(state.run_id), ACTION, {'endTime': ended})
 
 
 def refuse_archived(state: WorkflowState) -> None:
@@ -8324,7 +8319,12 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
         status='canceled' if was_canceled else end['status']))
     if was_canceled:
         return Outcome(job.id, attempt_id, 'canceled')
-    record_failure(context, state.id, job, end, reason)
+    if end['status'] in FAILURE_LEVELS:     # kept whether it is retried or not; announce_end() sends it
+        add_event(context, state.id, {
+            'category': 'job', 'event_type': f"job_{end['status']}", 'level': FAILURE_LEVELS[end['status']],
+            'job_id': job.id, 'job_name': job.name, 'run_id': state.run_id, 'attempt_id': attempt_id,
+            'return_code': end['return_code'],
+            'message': f"{job.name}: {reason or 'return code %d' % end['return_code']}"})
     if job.status == PENDING and status != CANCELED:    # its start was not reported before
         announce_start(context, job, state.run_id)
     more = dict({'message': reason} if reason else {}, return_code=end['return_code'])
@@ -8343,18 +8343,6 @@ def finish_job(context: Context, state: WorkflowState, job: JobState, status: in
     context.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
     if STATUSES[status].is_finished:
         settle(context, state.id, [(job.id, status)], job.is_awaited)
-
-
-def record_failure(context: Context, workflow_id: int, job: JobState, end: Values,
-                   reason: str) -> None:
-    """Keep an attempt that did not complete among the workflow's events, whether it is retried or not."""
-    level = FAILURE_LEVELS.get(end['status'])
-    if level:       # announce_end() sends the update
-        add_event(context, workflow_id, {
-            'category': 'job', 'event_type': f"job_{end['status']}", 'level': level,
-            'job_id': job.id, 'job_name': job.name, 'run_id': end['run_id'], 'attempt_id': job.attempt_id,
-            'return_code': end['return_code'],
-            'message': f"{job.name}: {reason or 'return code %d' % end['return_code']}"})
 
 
 def note_unclaimed(context: Context, job: JobState) -> None:
@@ -8484,8 +8472,13 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
     """
     attempt_id, node_id = report['attempt_id'], report.get('compute_node_id')
     assumed = find_assumed_end(context, state, job, attempt_id)
-    if assumed is None:
-        refuse_ended(job, attempt_id, ends)
+    is_canceled_at_work = job.status == CANCELED and job.compute_node_id is not None
+    if assumed is None and ends:
+        raise already_complete(job, attempt_id, ends)
+    if assumed is None and attempt_id < job.attempt_id:
+        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    if assumed is None and not is_canceled_at_work and job.status not in OPEN:
+        raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
     if attempt_id > job.attempt_id and not report.get('is_witnessed'):      # a runner knows
         raise Refused(f'attempt {attempt_id} of job {job.id} not found: the current one is {job.attempt_id}')
     is_held = job.compute_node_id is not None and node_id in (None, job.compute_node_id)
@@ -8511,17 +8504,6 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
             'message': f'Job {job.name}: attempt {attempt_id}, which was taken for lost, or is not known to '
                        'this older copy of the database, is back'})
     return job_state(context, job.id)
-
-
-def refuse_ended(job: JobState, attempt_id: int, ends: Sequence[Tuple[int, int]]) -> None:
-    """Refuse the report of an attempt that is over, by its known ends or by the state of its job."""
-    if ends:
-        raise already_complete(job, attempt_id, ends)
-    if attempt_id < job.attempt_id:
-        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
-    is_canceled_at_work = job.status == CANCELED and job.compute_node_id is not None
-    if not is_canceled_at_work and job.status not in OPEN:
-        raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
 
 
 def find_assumed_end(context: Context, state: WorkflowState, job: JobState,
@@ -8699,41 +8681,30 @@ def explain_workflow(context: Context, workflow_id: int) -> Values:
     canceled; what blocked ones wait for; and what is to be known of good ones.
     """
     limit = FAILURES_EXPLAINED
-    groups = context.rows(
-        'SELECT min(job.id), count(*), result.return_code FROM job '
-        'LEFT JOIN result ON result.job_id = job.id AND result.is_current = 1 '
-        f'WHERE job.workflow_id = ? AND job.status IN {sql_list(BROKEN)} '
-        'GROUP BY result.return_code, result.reason ORDER BY 2 DESC, 1 LIMIT ?', (workflow_id, limit))
-    failures = [dict(explain_job(context, job_id), count=count, return_code=code)
-                for job_id, count, code in groups]
+    # What runs again, since what it ran in was ended; what has completed, but with something to be known.
+    again = f'is_interrupted = 1 AND job.status IN ({READY}, {BLOCKED})'
+    groups = {key: context.rows(
+        'SELECT min(job.id), count(*), result.return_code, reason FROM job LEFT JOIN result '
+        f'ON result.job_id = job.id AND is_current = 1 WHERE job.workflow_id = ? AND {condition} '
+        'GROUP BY result.return_code, reason ORDER BY 2 DESC, 1 LIMIT ?', (workflow_id, limit))
+        for key, condition in (('failures', f'job.status IN {sql_list(BROKEN)}'),
+                               ('again', f'reason IS NOT NULL AND {again}'),
+                               ('good', f'reason IS NOT NULL AND job.status = {COMPLETED}'))}
+    remarks = [dict(explain_job(context, job_id), reason=form.format(
+        reason, f', like {count - 1} more' if count > 1 else ''))
+        for key, form in (('again', 'runs again{1}: {0}'), ('good', '{0}{1}'))
+        for job_id, count, _, reason in groups[key]]
     canceled = ids_of_jobs(context, workflow_id, f'status = {CANCELED} ORDER BY id LIMIT {limit}')
     blockers = find_blockers(context, workflow_id, limit)
     ended = context.select('scheduled_compute_node', f'WHERE {ENDED_BADLY} ORDER BY id DESC LIMIT ?',
                            (workflow_id, limit))
-    return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
+    return {'failures': [dict(explain_job(context, job_id), count=count, return_code=code)
+                         for job_id, count, code, _ in groups['failures']],
+            'canceled': [explain_job(context, job_id) for job_id in canceled],
             'blockers': [explain_job(context, job_id) for job_id in blockers],
-            'remarks': find_remarks(context, workflow_id, limit), 'ended_allocations': ended,
+            'remarks': remarks[:limit], 'ended_allocations': ended,
             'last_runner': next(iter(context.select('compute_node', 'WHERE workflow_id = ? ORDER BY id DESC '
                                                     'LIMIT 1', (workflow_id,))), None)}
-
-
-def find_remarks(context: Context, workflow_id: int, limit: int) -> List[Values]:
-    """What is to be known of jobs that are well, those with the same reason together.
-
-    They run again, since what they ran in was ended; or have completed, but something else is to be known.
-    """
-    runs_again = f'is_interrupted = 1 AND job.status IN ({READY}, {BLOCKED})'
-    groups = context.rows(
-        f'SELECT min(job.id), count(*), {runs_again}, reason FROM result '
-        'CROSS JOIN job ON job.id = result.job_id WHERE result.workflow_id = ? AND is_current = 1 '
-        f'AND reason IS NOT NULL AND (job.status = {COMPLETED} OR {runs_again}) '
-        'GROUP BY 3, reason ORDER BY 3 DESC, 2 DESC LIMIT ?', (workflow_id, limit))
-    found = []
-    for job_id, count, is_again, reason in groups:
-        job, more = job_state(context, job_id), f', like {count - 1} more' if count > 1 else ''
-        found.append({'job_id': job_id, 'job_name': job.name, 'status': STATUS_NAMES[job.status],
-                      'reason': f'runs again{more}: {reason}' if is_again else f'{reason}{more}'})
-    return found
 
 
 def find_blockers(context: Context, workflow_id: int, limit: int) -> List[int]:
@@ -8789,40 +8760,25 @@ def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
     known = {name: (spawned, generation) for name, spawned, generation in context.rows(
         'SELECT job.name, job.id, spawn.generation FROM spawn CROSS JOIN job ON job.id = spawn.job_id '
         'WHERE spawn.workflow_id = ? AND lineage = ?', (caller.workflow_id, lineage))}
-    counter = count_generations(context, caller.workflow_id, lineage)
+    counter = max([generation for _, generation in known.values()] or [0])
     old = [name for name in names if name in known]
     if names and len(old) == len(names):
         return {'spawned_job_ids': [known[name][0] for name in names],
                 'iteration': max(known[name][1] for name in names)}
     if old:
         raise Refused(f'lineage {lineage!r} has spawned {old[0]!r} before, but not all jobs of this request')
-    spawned = insert_spawned(context, caller, lineage, counter + 1, body['jobs']) if names else []
-    counter += bool(spawned)
-    record_generation(context, caller.workflow_id, lineage, counter, len(spawned), body.get('state'))
-    return {'spawned_job_ids': spawned, 'iteration': counter}
-
-
-def count_generations(context: Context, workflow_id: int, lineage: str) -> int:
-    """Number of the newest generation of a lineage, by its records: the jobs may have been deleted."""
-    prefix = LINEAGE_RECORD.format(lineage) + 'g'       # up to ':', which follows '9': a range of the index
-    return context.value(
-        'SELECT max(CAST(substr(name, ?1) AS INTEGER)) FROM user_data WHERE workflow_id = ?2 '
-        "AND name >= ?3 || '0' AND name < ?3 || ':' AND substr(name, ?1) NOT GLOB '*[^0-9]*'",
-        (len(prefix) + 1, workflow_id, prefix)) or 0
-
-
-def record_generation(context: Context, workflow_id: int, lineage: str, counter: int, count: int,
-                      state: Any) -> None:
-    """Record a generation, or, without jobs, the end of the lineage; an earlier record of its end goes."""
-    prefix = LINEAGE_RECORD.format(lineage)
-    content = {'generation': counter, 'spawn_count': count, 'state': state}
-    if count or state is not None:
-        context.run('DELETE FROM user_data WHERE workflow_id = ? AND name = ?',
-                    (workflow_id, prefix + 'final'))
+    counter += bool(names)
+    spawned = insert_spawned(context, caller, lineage, counter, body['jobs']) if names else []
+    prefix, state = LINEAGE_RECORD.format(lineage), body.get('state')
+    if names or state is not None:      # a new generation, or the end of the lineage, which ends no more
+        content = {'generation': counter, 'spawn_count': len(names), 'state': state}
+        name = prefix + (f'g{counter:06}' if names else 'final')
+        context.run('DELETE FROM user_data WHERE workflow_id = ? AND name IN (?, ?)',
+                    (caller.workflow_id, name, prefix + 'final'))
         context.insert('user_data', {
-            'workflow_id': workflow_id, 'is_ephemeral': True,
-            'name': prefix + (f'g{counter:06}' if count else 'final'),
-            'data': content if count else dict(content, final=True)})
+            'workflow_id': caller.workflow_id, 'is_ephemeral': True, 'name': name,
+            'data': content if names else dict(content, final=True)})
+    return {'spawned_job_ids': spawned, 'iteration': counter}
 
 
 def insert_spawned(context: Context, caller: JobState, lineage: str, generation: int,
@@ -8840,14 +8796,23 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
     names = list({*needs, *itertools.chain.from_iterable(needs.values())})
     by_name = dict(rows_by_ids(
         context, f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND name IN', names))
-    for name, wanted in needs.items():
+    classes = dict(context.rows('SELECT name, id FROM resource_requirements WHERE workflow_id = ? '
+                                'ORDER BY id DESC', (workflow_id,)))
+    models = []
+    for job in jobs:
+        name, wanted = job['name'], job.get('resource_requirements') or 'default'
         if name in by_name:
             raise Refused(f'workflow {workflow_id} has a job {name!r} already, which lineage {lineage!r} '
                           'did not spawn')
-        for need in wanted:
+        if wanted not in classes:
+            raise Refused(f'job {name!r}: resource requirements {wanted!r} not found in workflow '
+                          f'{workflow_id}')
+        for need in needs[name]:
             if need not in by_name and need not in needs:
                 raise Refused(f'job {name!r}: job {need!r} of its depends_on not found')
-    ids = insert_jobs(context, workflow_id, spawned_models(context, workflow_id, lineage, jobs))
+        models.append(dict(job, workflow_id=workflow_id, resource_requirements_id=classes[wanted],
+                           env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage}))
+    ids = insert_jobs(context, workflow_id, models)
     by_name.update(zip(needs, ids))
     sets = [find_set(context, workflow_id, [caller.id, *map(by_name.get, wanted)])
             for wanted in needs.values()]
@@ -8857,21 +8822,6 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
                         ((job_id, workflow_id, caller.id, lineage, generation) for job_id in ids))
     run_by_ids(context, RECOUNT + 'id IN', list(set(sets)))
     return ids
-
-
-def spawned_models(context: Context, workflow_id: int, lineage: str, jobs: List[Values]) -> List[Values]:
-    """Jobs that are to be spawned as JobModel; their requirements are found by their names."""
-    known = dict(context.rows('SELECT name, id FROM resource_requirements WHERE workflow_id = ? '
-                              'ORDER BY id DESC', (workflow_id,)))
-    models = []
-    for job in jobs:
-        name = job.get('resource_requirements') or 'default'
-        if name not in known:
-            raise Refused(f"job {job['name']!r}: resource requirements {name!r} not found in workflow "
-                          f'{workflow_id}')
-        models.append(dict(job, workflow_id=workflow_id, resource_requirements_id=known[name],
-                           env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage}))
-    return models
 
 
 # -------- tasks --------
@@ -8887,21 +8837,20 @@ def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: 
                'clear_ephemeral_user_data': clear_ephemeral_user_data}
     if not more.get('async'):
         return initialize_jobs(context, workflow_id, **request)
-    error, begun_ms = None, int(context.now() * 1000)
+    error, begun_ms = '', int(context.now() * 1000)
     try:
         with context.savepoint():
             initialize_jobs(context, workflow_id, **request)
     except TorcError as failure:
         error = failure.message
-    status, operation = 'failed' if error else 'succeeded', 'initialize_jobs'
-    task_id = context.insert('task', {
-        'workflow_id': workflow_id, 'operation': operation, 'request': request, 'status': status,
-        'error': error, 'requested_by': context.caller, 'created_at_ms': begun_ms, 'started_at_ms': begun_ms,
-        'finished_at_ms': int(context.now() * 1000)})
+    task = {'operation': 'initialize_jobs', 'status': 'failed' if error else 'succeeded',
+            **({'error': error} if error else {})}
+    task_id = context.insert('task', dict(
+        task, workflow_id=workflow_id, request=request, requested_by=context.caller, created_at_ms=begun_ms,
+        started_at_ms=begun_ms, finished_at_ms=int(context.now() * 1000)))
     record_event(context, workflow_id, dict(
-        {'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
-        operation=operation, status=status, user=context.caller,
-        message=f'Task {task_id} ({operation}) {status}'), 'error' if error else 'info')
+        task, category='tasks', event_type='task_completed', task_id=task_id, user=context.caller,
+        message=f"Task {task_id} (initialize_jobs) {task['status']}"), 'error' if error else 'info')
     return Accepted(get_task(context, task_id))
 
 
