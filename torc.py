@@ -7471,13 +7471,13 @@ def note_if_complete(context: Context, workflow_id: int) -> None:
     data = {'category': 'workflow_completed', 'workflow_id': workflow_id, 'run_id': state.run_id,
             'last_result_id': last_id}      # type: Values
     if not state.is_canceled and context.one(
-            'SELECT 1 FROM event WHERE workflow_id = ? AND instr(data, ?) = 1 ORDER BY timestamp DESC LIMIT 1',
-            (workflow_id, format_json(data)[:-1] + ',')) is None:
+            'SELECT 1 FROM event WHERE workflow_id = ? AND instr(data, ?) = 1 ORDER BY timestamp DESC '
+            'LIMIT 1', (workflow_id, format_json(data)[:-1] + ',')) is None:
         counts = {name: count for name, count in count_by_status(context, workflow_id).items() if count}
         is_bad = any(counts.get(row.name) for row in STATUSES if row.is_bad)
         record_event(context, workflow_id, dict(
-            data, message=f'Workflow {workflow_id} has ended: {format_counts(counts)}', jobs_by_status=counts),
-            'warning' if is_bad else 'info')
+            data, message=f'Workflow {workflow_id} has ended: {format_counts(counts)}',
+            jobs_by_status=counts), 'warning' if is_bad else 'info')
     if keeps_crate(context, workflow_id):
         put_entity(context, workflow_id, CRATE_RUN.format(state.run_id), ACTION, {'endTime': ended})
 
@@ -8014,35 +8014,13 @@ class Offer(Row):
     scheduler_id: Optional[int] = None  # it takes only jobs bound to this one, or to none; None: any
 
 
-class Dimension(Row):
-    """One thing of which jobs need, and runners have, a certain amount."""
-    name: str
-    needs: Callable[[Kind], int]
-    has: Callable[[Offer], float]
-    words: str                      # of an amount, for people; or what is counted
-    format: Callable[[Any], str]
-    option: str = ''                # of `run`, which sets what a runner has
-    field: str = ''                 # of a Slurm scheduler, which sets what its allocations have
-
-
-def format_left(limit_s: float) -> str:
-    """The time that is left until a limit for claims, for people."""
-    return f'{format_duration(max(0, limit_s - CLAIM_GRACE_S))} left'
-
-
-DIMENSIONS = (
-    Dimension('cpus', lambda kind: kind.num_cpus, lambda offer: offer.size.num_cpus, 'CPU', str,
-              '--num-cpus', 'ntasks_per_node'),
-    Dimension('memory', lambda kind: kind.memory_bytes, lambda offer: offer.size.memory_bytes,
-              '{} of memory', format_memory, '--memory-gb', 'mem'),
-    Dimension('gpus', lambda kind: kind.num_gpus, lambda offer: offer.size.num_gpus, 'GPU', str,
-              '--num-gpus', 'gres'),
-    Dimension('nodes', lambda kind: kind.num_nodes, lambda offer: offer.num_nodes, 'node', str, '',
-              'nodes'),
-    Dimension('runtime', lambda kind: kind.runtime_s,
-              lambda offer: math.inf if offer.limit_s is None else offer.limit_s, 'a runtime of {}',
-              format_duration, '--time-limit, --end-time', 'walltime'),
-)
+DIMENSIONS = (  # what jobs need and runners have, by attribute; words and format of an amount; the option of
+    # `run` and the field of a Slurm scheduler that set what there is
+    ('cpus', 'num_cpus', 'CPU', str, '--num-cpus', 'ntasks_per_node'),
+    ('memory', 'memory_bytes', '{} of memory', format_memory, '--memory-gb', 'mem'),
+    ('gpus', 'num_gpus', 'GPU', str, '--num-gpus', 'gres'),
+    ('nodes', 'num_nodes', 'node', str, '', 'nodes'),
+    ('runtime', 'runtime_s', 'a runtime of {}', format_duration, '--time-limit, --end-time', 'walltime'))
 
 
 class Lack(Row):
@@ -8060,15 +8038,15 @@ def find_lacks(kind: Kind, offer: Offer, by: str = 'option') -> List[Lack]:
         lacks.append(Lack('labels', f'a runner with {wanted}' if kind.labels else 'a runner without --label'))
     if None not in (offer.scheduler_id, kind.scheduler_id) and offer.scheduler_id != kind.scheduler_id:
         lacks.append(Lack('scheduler', f'an allocation of scheduler {kind.scheduler_id}'))
-    for dimension in DIMENSIONS if offer.size is not None else DIMENSIONS[-1:]:
-        needs, has = dimension.needs(kind), dimension.has(offer)
-        if needs > has:
-            show = format_left if dimension.name == 'runtime' else dimension.format
-            cure = getattr(dimension, by)
-            words = dimension.words.format(dimension.format(needs)) if '{' in dimension.words else \
-                counted(needs, dimension.words)
-            lacks.append(Lack(dimension.name, words,
-                              show(has) + (f' ({cure})' if cure else '')))
+    offered = {} if offer.size is None else dict(offer.size._asdict(), num_nodes=offer.num_nodes)
+    offered['runtime_s'] = offer.limit_s
+    for name, attribute, words, show, option, field in DIMENSIONS:
+        needs, has = getattr(kind, attribute), offered.get(attribute)
+        if has is not None and needs > has:
+            shown = f'{show(max(0, has - CLAIM_GRACE_S))} left' if name == 'runtime' else show(has)
+            cure = option if by == 'option' else field
+            lacks.append(Lack(name, words.format(show(needs)) if '{' in words else counted(needs, words),
+                              shown + (f' ({cure})' if cure else '')))
     return lacks
 
 
