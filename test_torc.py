@@ -3099,6 +3099,14 @@ class ServiceTest(unittest.TestCase):
         finally:
             self.store.transaction = transaction        # type: ignore
 
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[List[int]]:
+        """An item for each step of SQLite in the block."""
+        steps = []      # type: List[int]
+        self.store.connection.set_progress_handler(lambda: steps.append(1) and None, 1)
+        yield steps
+        self.store.connection.set_progress_handler(None, 0)
+
     def dump(self) -> List[str]:
         """Every row of the database as text."""
         tables = self.store.ids("SELECT name FROM sqlite_master WHERE type = 'table'")
@@ -3550,31 +3558,34 @@ class StateTest(ScenarioTest):
                         with self.subTest(words, status=status, run_id=run_id):
                             self.assertEqual('', self.outcome(words, run=str(run_id)))
 
+    # Of jobs of workflows that were archived or canceled before; where another job is open, which ends no workflow.
+    OVER = """
+        before    job in         operation            outcome
+        archive   pending        begin job            running
+        archive   running        complete job         completed
+        archive   failed         retry job            ready
+        archive   running        cancel               canceled
+        archive   ready          delete job           gone
+        archive   uninitialized  init                 -
+        archive   failed         reinit               -
+        archive   failed         reset                -
+        archive   running        reset forced         -
+        cancel    pending        begin job            -
+        cancel    failed         retry job            -
+        cancel    running        complete job failed  canceled
+        cancel    running        complete job         canceled
+        cancel    ready          complete job         -
+        cancel    running        init                 ready
+        cancel    failed         reinit               failed
+        cancel    running        cancel               canceled
+        """
+
     def test_an_archived_workflow_goes_on_but_does_not_begin_again_and_a_canceled_one_starts_and_retries_nothing(self):
-        for steps, rows in (
-                ('archive', '''pending  begin job         running
-                               running  complete job      completed
-                               failed   retry job         ready
-                               running  cancel            canceled
-                               ready    delete job        gone
-                               uninitialized  init        -
-                               failed   reinit            -
-                               failed   reset             -
-                               running  reset forced      -'''),
-                ('new open; cancel', '''pending  begin job  -
-                               failed   retry job         -
-                               running  complete job failed  canceled
-                               running  complete job      canceled
-                               ready    complete job      -
-                               running  init              ready
-                               failed   reinit            failed
-                               running  cancel            canceled''')):
-            for row in rows_of('status  words  expected\n' + rows):
-                with self.subTest(steps, **row):
-                    self.job_in(row['status'])
-                    self.act(steps)
-                    self.assertEqual(row['expected'], self.outcome(row['words']))
-        self.act('claim n1 -')
+        for row in rows_of(self.OVER):
+            with self.subTest(**row):
+                self.job_in(row['job in'])
+                self.act(f"new open; {row['before']}; claim n1 -" if row['before'] == 'cancel' else row['before'])
+                self.assertEqual(row['outcome'], self.outcome(row['operation']))
 
     SET_BACK = '''
         what depends on a job that is set back follows to the last, at the next initialize
@@ -3896,21 +3907,19 @@ class GraphTest(ServiceTest):
         self.assertRefused('c -> back -> c', 'initialize_jobs', id=workflow_id)
 
     def test_to_run_again_what_stands_before_a_barrier_costs_what_its_jobs_do_and_not_their_pairs(self):
-        def steps(count: int) -> int:
-            """Of SQLite, for as many jobs before the barrier as behind it."""
+        def cost(count: int) -> int:
+            """For as many jobs before the barrier as behind it."""
             first = [f'a{i}' for i in range(count)]
             workflow_id = self.create('\n'.join([f'{name}:' for name in first] + [f'b{i}: {" ".join(first)}' for i in range(count)]))
             self.drive(workflow_id, {})
-            calls = []      # type: List[int]
             self.call('reset_workflow_status', id=workflow_id, force=True)
             self.store.run("UPDATE job SET status = 0 WHERE workflow_id = ? AND name LIKE 'a%'", (workflow_id,))
-            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
-            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-            self.store.connection.set_progress_handler(None, 0)
+            with self.counting() as steps:
+                self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
             self.assertEqual({'a': 'ready', 'b': 'blocked'}, {name[0]: status for name, status in self.statuses(workflow_id).items()})
-            return len(calls)
-        few = steps(20)
-        self.assertLess(steps(100), 6 * few)
+            return len(steps)
+        few = cost(20)
+        self.assertLess(cost(100), 6 * few)
 
 
 class PropertyTest(ServiceTest):
@@ -4026,32 +4035,29 @@ class ResetTest(ScenarioTest):
             'jobs': [{'name': 'one', 'command': 'x', 'input_files': ['in'], 'output_files': ['mid']},
                      {'name': 'two', 'command': 'x', 'input_files': ['mid'], 'output_files': ['out']},
                      {'name': 'three', 'command': 'x', 'input_user_data': ['d']}]}).body)['workflow_id']
-        inp, mid, out, data = 1, 2, 3, 1
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'user_data': [data]}, self.call('list_missing_user_data', id=workflow_id))
-        self.call('update_user_data', {'data': 1}, id=data)
-        self.assertEqual({'user_data': []}, self.call('list_missing_user_data', id=workflow_id))
-        self.assertEqual({'files': [inp]}, self.call('list_required_existing_files', id=workflow_id))
-        self.drive(workflow_id, {})
-        self.assertEqual({'files': [inp, mid, out]}, self.call('list_required_existing_files', id=workflow_id))
 
-        def changed(**times: Optional[float]) -> Dict[str, str]:
-            body = {'files': {str(file_id): times.get(name, 5.0) for name, file_id in (('inp', inp),
-                    ('mid', mid), ('out', out))}, 'dry_run': True}
-            return {row['job_name']: row['reason'] for row in self.call('check_changes', body, id=workflow_id)['changed']}
+        def asked(operation: str, body: Any = None, **more: Any) -> Any:
+            return self.call(operation, body, id=workflow_id, **more)
+        asked('initialize_jobs')
+        for value in (None, 1):
+            self.assertEqual({'user_data': [] if value else [1]}, asked('list_missing_user_data'))
+            self.call('update_user_data', {'data': 1}, id=1)
+        self.assertEqual({'files': [1]}, asked('list_required_existing_files'))
+        self.drive(workflow_id, {})
+        self.assertEqual({'files': [1, 2, 3]}, asked('list_required_existing_files'))
         for times, wanted in (
-                ({}, {}), ({'inp': 5.005}, {}), ({'inp': 6.0}, {'one': 'its input in changed'}), ({'out': None}, {'two': 'its output out is missing'}),
-                ({'mid': None}, {'one': 'its output mid is missing', 'two': 'its input mid changed'})):
-            self.assertEqual(wanted, changed(**times))
-        self.call('update_user_data', {'data': 2}, id=data)
-        self.assertEqual({'three': CHANGED}, changed())
-        self.assertEqual({'reinitialized_jobs': ['three']}, self.call('process_changed_job_inputs', id=workflow_id, dry_run=True))
+                ({}, {}), ({1: 5.005}, {}), ({1: 6.0}, {'one': 'its input in changed'}), ({3: None}, {'two': 'its output out is missing'}),
+                ({2: None}, {'one': 'its output mid is missing', 'two': 'its input mid changed'})):
+            body = {'files': {str(row_id): times.get(row_id, 5.0) for row_id in (1, 2, 3)}, 'dry_run': True}
+            self.assertEqual(wanted, {row['job_name']: row['reason'] for row in asked('check_changes', body)['changed']})
+        self.call('update_user_data', {'data': 2}, id=1)
+        self.assertEqual({'reinitialized_jobs': ['three']}, asked('process_changed_job_inputs', dry_run=True))
         with self.undone():
-            self.call('check_changes', {'files': {str(inp): None}}, id=workflow_id)
-            self.assertNotIn('st_mtime', self.call('get_file', id=inp))
-        self.call('check_changes', {'files': {str(inp): 6.0}}, id=workflow_id)
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+            asked('check_changes', {'files': {'1': None}})
+            self.assertNotIn('st_mtime', self.call('get_file', id=1))
+        self.assertEqual(['one', 'three'], [row['job_name'] for row in asked('check_changes', {'files': {'1': 6.0}})['changed']])
+        asked('reset_workflow_status')
+        asked('initialize_jobs', only_uninitialized=True)
         self.assertEqual({'one': 'ready', 'two': 'blocked', 'three': 'ready'}, self.statuses(workflow_id))
 
     def test_what_follows_from_a_change_is_named_and_is_what_initialize_makes_run_again(self):
@@ -4497,7 +4503,6 @@ class ProvenanceTest(ServiceTest):
 
     def test_an_initialize_describes_run_program_and_input_files(self):
         self.call('initialize_jobs', id=self.workflow_id)
-        agents = [{'@id': '#software-torc-run-id-1'}, {'@id': '#software-torc-server-run-id-1'}]
         found = self.entities()
         program = found.pop('#software-torc-server-run-id-1')
         self.assertEqual(['SoftwareApplication', 'prov:SoftwareAgent'], program['@type'])
@@ -4507,9 +4512,15 @@ class ProvenanceTest(ServiceTest):
             dict(self.FILE, **{'@id': 'https://doi.org/1', 'name': 'cited', 'dateModified': '1970-01-01T00:00:01.000Z',
                                'sameAs': {'@id': 'data/cited'}}),
             {'@id': '#torc-workflow', '@type': ['SoftwareApplication', 'prov:Plan'], 'name': 'w'},
-            {'@id': '#torc-run-id-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'w Run 1', 'startTime': torc.format_time(self.clock),
-             'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0], 'prov:wasAssociatedWith': agents})
+            dict(self.action(1), **{'@id': '#torc-run-id-1', 'name': 'w Run 1', 'startTime': torc.format_time(self.clock)}))
         self.assertEqual({entity['@id']: entity for entity in wanted}, found)
+
+    @staticmethod
+    def action(run_id: int) -> Dict[str, Any]:
+        """What a run and its attempts have in common."""
+        agents = [{'@id': f'#software-torc-run-id-{run_id}'}, {'@id': f'#software-torc-server-run-id-{run_id}'}]
+        return {'@type': ['CreateAction', 'prov:Activity'], 'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0],
+                'prov:wasAssociatedWith': agents}
 
     def test_what_others_added_stays_and_the_hash_of_another_content_does_not(self):
         entity = next(item for item in self.call('list_ro_crate_entities', id=self.workflow_id)['items'] if item['entity_id'] == 'data/in.csv')
@@ -4528,15 +4539,13 @@ class ProvenanceTest(ServiceTest):
             self.call('initialize_jobs', id=self.workflow_id)
             found = self.run_it(mtime)
             run, action = {'@id': f'#torc-run-id-{run_id}'}, {'@id': '#job-1-attempt-1'}
-            agents = [{'@id': f'#software-torc-run-id-{run_id}'}, {'@id': f'#software-torc-server-run-id-{run_id}'}]
             made = dict(self.FILE, **{'dateModified': torc.format_time(mtime), 'prov:wasGeneratedBy': action, 'prov:wasAttributedTo': run,
                                       'prov:wasDerivedFrom': self.INPUTS})
             wanted = (
                 dict(made, **{'@id': 'data/out.json', 'name': 'out.json', 'encodingFormat': 'application/json', 'contentSize': 6, 'sha256': 'c0de'}),
                 dict(made, **{'@id': 'data/log', 'name': 'log'}),
-                {'@id': '#job-1-attempt-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'a', 'isPartOf': run,
-                 'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0], 'prov:wasAssociatedWith': agents, 'object': self.INPUTS,
-                 'prov:used': self.INPUTS, 'result': [{'@id': 'data/out.json'}, {'@id': 'data/log'}]})
+                dict(self.action(run_id), **{'@id': '#job-1-attempt-1', 'name': 'a', 'isPartOf': run, 'object': self.INPUTS,
+                                             'prov:used': self.INPUTS, 'result': [{'@id': 'data/out.json'}, {'@id': 'data/log'}]}))
             self.assertEqual(list(wanted), [found[entity['@id']] for entity in wanted])
             self.assertEqual('2026-01-01T00:10:00.000Z', found[run['@id']]['endTime'])
             self.assertEqual(9 + 3 * (run_id - 1), len(found), 'files, plan and action are renewed; runs and programs are added')
@@ -4740,21 +4749,20 @@ class ClaimTest(PlacesTest):
         self.act('want n1 4/8/0 -> got=j0,j1,j2')
 
     def test_a_turns_cost_does_not_grow_with_the_jobs_of_the_workflow(self):
-        def steps(shape: str, count: int, limit: int, status: str = 'completed', **more: Any) -> int:
-            """Of SQLite, for the end of the first job and a claim."""
+        def cost(shape: str, count: int, limit: int, status: str = 'completed', **more: Any) -> int:
+            """Of the end of the first job and a claim."""
             workflow_id = self.create('j0:\n' + '\n'.join(f'j{i}:{f" j{i - 1}" * (shape == "chain")}' for i in range(1, count)))
-            node_id, calls = self.node(workflow_id), []
+            node_id = self.node(workflow_id)
             job = self.claim(workflow_id, node_id, 1)['j0']
-            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
-            self.sync(workflow_id, node_id, completions=[self.end(job, status, **more)], explain=True,
-                      want={'strategy': 'queue', 'limit': limit})
-            self.store.connection.set_progress_handler(None, 0)
-            return len(calls)
+            with self.counting() as steps:
+                self.sync(workflow_id, node_id, completions=[self.end(job, status, **more)], explain=True,
+                          want={'strategy': 'queue', 'limit': limit})
+            return len(steps)
         for shape, few, many, limit, end in (('free', 100, 6000, 1, {}), ('free', 2000, 6000, 5, {}),
                                              ('chain', 100, 3000, 1, {'status': 'failed', 'code': 1, 'retry': True})):
             with self.subTest(shape=shape, limit=limit):
-                expected = steps(shape, few, limit, **end)
-                self.assertLess(steps(shape, many, limit, **end), 1.1 * expected)
+                expected = cost(shape, few, limit, **end)
+                self.assertLess(cost(shape, many, limit, **end), 1.1 * expected)
 
 
 # ======== 8d. Completion ========
