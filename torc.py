@@ -6415,8 +6415,13 @@ def action_rows(context: Context, where: str, parameters: Cells) -> List[Values]
         gates = context.ids(f'SELECT job_id {GATES} ORDER BY job_id', (action['id'],))
         if gates:
             action['job_ids'] = gates
-        action.update(trigger_count=count_met(context, action), required_triggers=max(1, len(gates)),
-                      executed=False)
+        trigger, state = action['trigger_type'], workflow_state(context, action['workflow_id'])
+        met = 0     # jobs of its trigger for which it waits no longer; of another trigger 1 if it has come
+        if state.run_id and trigger in JOB_TRIGGERS:
+            met = context.value(f'SELECT count(*) {GATES} AND {IS_MET[trigger]}', (action['id'],))
+        elif state.run_id:
+            met = int(trigger != 'on_workflow_complete' or is_complete(context, state.id))
+        action.update(trigger_count=met, required_triggers=max(1, len(gates)), executed=False)
         for executed_at, node_id in context.rows('SELECT executed_at, compute_node_id FROM action_execution '
                                                  'WHERE action_id = ? ORDER BY executed_at', (action['id'],)):
             action['executed_at'] = executed_at
@@ -6424,16 +6429,6 @@ def action_rows(context: Context, where: str, parameters: Cells) -> List[Values]
             if node_id and not action['persistent']:
                 action['executed_by'] = node_id
     return actions
-
-
-def count_met(context: Context, action: Values) -> int:
-    """How many jobs of its trigger an action waits for no longer; of another trigger 1 if it has come."""
-    trigger, state = action['trigger_type'], workflow_state(context, action['workflow_id'])
-    if not state.run_id:
-        return 0
-    if trigger in JOB_TRIGGERS:
-        return context.value(f'SELECT count(*) {GATES} AND {IS_MET[trigger]}', (action['id'],))
-    return int(trigger != 'on_workflow_complete' or is_complete(context, state.id))
 
 
 def get_workflow_actions(context: Context, workflow_id: int) -> List[Values]:
@@ -7269,20 +7264,21 @@ def get_workflow_status(context: Context, workflow_id: int) -> Values:
 
 def measure_blocked_by_time(context: Context, workflow_id: int) -> Values:
     """Ready jobs whose runtime no active node has left; nodes and jobs with labels are left out."""
-    nodes = context.rows('SELECT end_time, labels FROM compute_node WHERE workflow_id = ? AND is_active = 1',
-                         (workflow_id,))
-    left_s = {end: max(0, int(parse_time(end) - context.now())) for end, _ in nodes if end is not None}
+    nodes = [(math.inf if end is None else max(0, int(parse_time(end) - context.now())), labels)
+             for end, labels in context.rows('SELECT end_time, labels FROM compute_node '
+                                             'WHERE workflow_id = ? AND is_active = 1', (workflow_id,))]
+    ending = [left_s for left_s, _ in nodes if left_s < math.inf]
     answer = {'runtime_blocked_ready_jobs': 0}
-    if left_s:
-        answer['max_allocation_remaining_seconds'] = max(left_s.values())
-    ends = [end for end, labels in nodes if labels is None]
-    if not ends or None in ends:    # no node is active, or one without an end
+    if ending:
+        answer['max_allocation_remaining_seconds'] = max(ending)
+    most_s = max([left_s for left_s, labels in nodes if labels is None], default=math.inf)
+    if most_s == math.inf:      # no node is active, or one without an end
         return answer
     classes = context.rows(
         f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) '
         'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
         'WHERE kind.workflow_id = ? AND labels IS NULL', (workflow_id,))
-    limit_s = longest_runtime(get_row(context, 'workflow', workflow_id), max(left_s[end] for end in ends))
+    limit_s = longest_runtime(get_row(context, 'workflow', workflow_id), most_s)
     ready = [(runtime_s, count) for runtime_s, count in classes if count]
     answer['runtime_blocked_ready_jobs'] = sum(count for runtime_s, count in ready if runtime_s > limit_s)
     if ready:
@@ -7915,27 +7911,6 @@ def take_ready(context: Context, kind_id: int, count: int, after: int = 0) -> Li
 Placement = Dict[int, Tuple[int, ...]]      # job id -> indexes of its nodes, among those of who claims
 
 
-def pick_jobs(context: Context, workflow_id: int, want: Values) -> Placement:
-    """Ready jobs that fit what is free on the caller's nodes and the remaining time.
-
-    First those bound to the caller's scheduler, then unbound ones, then (unless strict) any. `depth` further
-    rounds of all that the nodes have may be taken ahead. By the strategy `queue` only priority, labels and
-    time count: the caller knows where they go.
-    """
-    sizes = node_sizes(want)
-    groups = kinds_by_turn(context, workflow_id, want)
-    chosen = {}  # type: Placement
-    last = {}    # type: Dict[int, int]
-    for number in range(max(1, want.get('depth') or 1)):
-        pool = NodePool(sizes, sizes if number else [Capacity(*node) for node in want['nodes']]) \
-            if sizes else None
-        found = pack_round(context, groups, pool, want['limit'] - len(chosen), last)
-        if not found:
-            break
-        chosen.update(found)
-    return chosen
-
-
 def node_sizes(want: Values) -> List[Capacity]:
     """All that the caller's nodes have: `sizes`, or, if it does not say so, what is free (`nodes`)."""
     if want['strategy'] == 'queue':
@@ -7991,11 +7966,25 @@ CLAIM_STRATEGIES = ('resources', 'queue')
 
 
 def claim(context: Context, state: WorkflowState, want: Values, node_id: Optional[int]) -> Placement:
-    """Choose ready jobs by the wanted strategy and hand them to a runner: ready -> pending."""
+    """Hand ready jobs that fit what is free on the caller's nodes and the remaining time to a runner.
+
+    First those bound to the caller's scheduler, then unbound ones, then (unless strict) any. `depth` further
+    rounds of all that the nodes have may be taken ahead. By the strategy `queue` only priority, labels and
+    time count: the caller knows where they go.
+    """
     check_references(context, state.id, want)
     if state.is_canceled or want['limit'] <= 0:
         return {}
-    chosen = pick_jobs(context, state.id, want)
+    sizes, groups = node_sizes(want), kinds_by_turn(context, state.id, want)
+    chosen = {}  # type: Placement
+    last = {}    # type: Dict[int, int]
+    for number in range(max(1, want.get('depth') or 1)):
+        free = sizes if number else [Capacity(*node) for node in want.get('nodes') or ()]
+        found = pack_round(context, groups, NodePool(sizes, free) if sizes else None,
+                           want['limit'] - len(chosen), last)
+        if not found:
+            break
+        chosen.update(found)
     hashes = hash_inputs(context, list(chosen))
     context.run_many(f'UPDATE job SET status = {PENDING}, compute_node_id = ?, input_hash = ? WHERE id = ?',
                      ((node_id, hashes[job_id], job_id) for job_id in chosen))
@@ -8449,7 +8438,12 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
     Refused if the attempt is over, or another node at work holds it.
     """
     attempt_id, node_id = report['attempt_id'], report.get('compute_node_id')
-    assumed = find_assumed_end(context, state, job, attempt_id)
+    # The result of its last attempt gives way, if it was assumed, and the next one has not begun.
+    is_next = job.status in (READY, BLOCKED) and attempt_id == job.attempt_id - 1
+    assumed = context.value(
+        'SELECT id FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ? AND is_current = 1 '
+        f'AND return_code = {ORPHAN_RETURN_CODE}', (job.id, state.run_id, job.attempt_id - is_next)) \
+        if is_next or job.status == FAILED and attempt_id >= job.attempt_id else None
     is_canceled_at_work = job.status == CANCELED and job.compute_node_id is not None
     if assumed is None and ends:
         raise already_complete(job, attempt_id, ends)
@@ -8482,19 +8476,6 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
             'message': f'Job {job.name}: attempt {attempt_id}, which was taken for lost, or is not known to '
                        'this older copy of the database, is back'})
     return job_state(context, job.id)
-
-
-def find_assumed_end(context: Context, state: WorkflowState, job: JobState,
-                     attempt_id: int) -> Optional[int]:
-    """The result of a job's last attempt, if it was assumed and gives way to the report of an attempt."""
-    last_id = job.attempt_id
-    if job.status in (READY, BLOCKED) and attempt_id == last_id - 1:
-        last_id = attempt_id    # the next one has not begun
-    elif job.status != FAILED or attempt_id < last_id:
-        return None
-    return context.value('SELECT id FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ? '
-                         f'AND is_current = 1 AND return_code = {ORPHAN_RETURN_CODE}',
-                         (job.id, state.run_id, last_id))
 
 
 def wait_again(context: Context, job_id: int, is_canceled: bool) -> None:
@@ -8555,38 +8536,31 @@ ADD_ACCOUNT = (
                 for name in ACCOUNT_COLUMNS))
 
 
+MAX_CPU_PERCENT = 100000.0      # more than a node can have: an error of measurement
+
+
 def backfill_results(context: Context, run_id: int, job_ids: Ids) -> None:
-    """Bring results up to date with what the accounting says of their attempts, whichever came first."""
+    """Bring results up to date with what the accounting says of their attempts, whichever came first.
+
+    By the table of the page "Slurm Job Step Monitoring": either source of memory may miss a spike. The
+    average of sacct is of the whole life of a step; it stands for the peak, too, where sstat has seen none.
+    A zero was never measured. Sampled memory has no second source for its average.
+    """
     rows = rows_by_ids(
         context, 'SELECT result.id, exec_time_minutes * 60, max_rss_bytes, ave_cpu_seconds, '
         'peak_memory_bytes, avg_cpu_percent, peak_cpu_percent FROM slurm_stats CROSS JOIN result '
         'USING (job_id, run_id, attempt_id) '
         f'WHERE run_id = {run_id} AND job_id IN', sorted(set(job_ids)))
-    for result_id, exec_s, max_rss_bytes, cpu_s, peak_bytes, avg_percent, peak_percent in rows:
-        known = peak_bytes, avg_percent, peak_percent
-        figures = merge_accounts(exec_s, max_rss_bytes or 0, cpu_s or 0.0, known)
-        if figures != known:
+    for result_id, exec_s, max_rss_bytes, cpu_s, *known in rows:
+        peak_bytes, avg_percent, peak_percent = known
+        if max_rss_bytes:
+            peak_bytes = max(peak_bytes or 0, max_rss_bytes)
+        percent = (cpu_s or 0.0) / exec_s * 100 if exec_s > 0 else 0.0
+        if 0 < percent <= MAX_CPU_PERCENT:
+            avg_percent, peak_percent = percent, peak_percent or percent
+        if [peak_bytes, avg_percent, peak_percent] != known:
             context.run('UPDATE result SET peak_memory_bytes = ?, avg_cpu_percent = ?, peak_cpu_percent = ? '
-                        'WHERE id = ?', (*figures, result_id))
-
-
-MAX_CPU_PERCENT = 100000.0      # more than a node can have: an error of measurement
-
-
-def merge_accounts(exec_s: float, max_rss_bytes: int, cpu_s: float, known: Cells) -> Cells:
-    """The table of the page "Slurm Job Step Monitoring": peak of memory, average and peak of CPU percent.
-
-    Either source of memory may miss a spike. The average of sacct is of the whole life of a step; it stands
-    for the peak, too, where sstat has seen none. A zero was never measured. Sampled memory has no second
-    source for its average.
-    """
-    peak_bytes, avg_percent, peak_percent = known
-    if max_rss_bytes > 0:
-        peak_bytes = max(peak_bytes or 0, max_rss_bytes)
-    percent = cpu_s / exec_s * 100 if exec_s > 0 else 0.0
-    if 0 < percent <= MAX_CPU_PERCENT:
-        avg_percent, peak_percent = percent, peak_percent or percent
-    return peak_bytes, avg_percent, peak_percent
+                        'WHERE id = ?', (peak_bytes, avg_percent, peak_percent, result_id))
 
 
 # -------- why a job failed, or does not run --------
