@@ -4248,7 +4248,9 @@ class ApplySpecTest(ServiceTest):
         self.assertEqual(dict(dict.fromkeys(self.CHAIN, 'a job that it depends on runs again'), prep=CHANGED, more='it is new'),
                          self.apply(workflow_id, spec)[1])
         self.call('cancel_workflow', id=workflow_id)
+        self.call('manage_status_change', id=self.row('job', 'aside'), status='disabled', run_id=3)
         self.assertEqual('it was canceled', self.apply(workflow_id, spec)[1]['more'])
+        self.assertEqual('disabled', self.statuses(workflow_id)['aside'])
         self.assertFalse(self.call('get_workflow', id=workflow_id)['is_canceled'])
 
     def make_by_hand(self, workflow_id: int) -> Dict[str, int]:
@@ -4361,14 +4363,6 @@ class ApplySpecTest(ServiceTest):
         path, body = f'/workflows/{workflow_id}/apply_spec', self.plan(self.spec(access_groups=['g']))
         self.assertEqual([403, 200], [self.ask('POST', path, body, caller=caller, is_owner=False)[0] for caller in ('eve', 'u')])
         self.assertEqual(['g'], self.call('get_workflow', id=workflow_id)['access_groups'])
-
-    def test_a_disabled_job_stays_disabled(self):
-        workflow_id = self.call('create_workflow_from_spec', self.plan())['workflow_id']
-        self.call('update_job', {'status': 'disabled'}, id=self.row('job', 'prep'))
-        self.call('initialize_jobs', id=workflow_id)
-        self.finish(workflow_id)
-        self.apply(workflow_id, self.spec(jobs__prep={'command': 'other'}))
-        self.assertEqual('disabled', self.statuses(workflow_id)['prep'])
 
     def random_spec(self, chance: random.Random) -> Dict[str, Any]:
         """A spec of a few names, so that two of them have much in common."""
@@ -5168,31 +5162,23 @@ class ExplanationTest(ScenarioTest):
 class TaskTest(ServiceTest):
     """Operations that Torc's server does after their answer."""
 
-    def begin(self, workflow_id: int, **parameters: Any) -> Any:
-        """Ask for an initialize as a task."""
-        return self.call('initialize_jobs', id=workflow_id, **dict(parameters, **{'async': True}))
-
-    def test_a_task_is_done_when_it_is_answered(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
-        task, at_ms = self.begin(workflow_id), 1700000000000
-        self.assertEqual({'id': 1, 'workflow_id': workflow_id, 'operation': 'initialize_jobs', 'status': 'succeeded',
-                          'created_at_ms': at_ms, 'started_at_ms': at_ms, 'finished_at_ms': at_ms}, task)
-        self.assertEqual(task, self.call('get_task', id=1))
-        self.assertEqual({'task': None}, self.call('get_active_task_for_workflow', id=workflow_id))
-        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
-        event = self.call('list_events', workflow_id=workflow_id, category='tasks')['items'][0]['data']
-        self.assertEqual(('task_completed', 1, 'succeeded', 'tester'),
-                         (event['event_type'], event['task_id'], event['status'], event['user']))
-        self.assertEqual(2, self.begin(workflow_id, only_uninitialized=True)['id'])
-
-    def test_a_failure_is_told_and_leaves_nothing(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        self.call('archive_workflow', {'is_archived': True}, id=workflow_id)
-        task = self.begin(workflow_id)
-        self.assertEqual(('failed', True), (task['status'], 'is archived; unarchive it first' in task['error']))
-        self.assertEqual(0, self.call('get_workflow', id=workflow_id)['run_id'])
-        self.assertRefused('task 2 not found', 'get_task', id=2)
+    def test_a_task_is_done_when_it_is_answered_and_a_failed_one_leaves_nothing(self):
+        at_ms = 1700000000000
+        for status, more in (('succeeded', {}), ('failed', {'error': 'is archived; unarchive it first'})):
+            workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+            self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
+            self.call('archive_workflow', {'is_archived': bool(more)}, id=workflow_id)
+            task = self.call('initialize_jobs', id=workflow_id, **{'async': True})
+            self.assertIn(more.get('error', ''), task.pop('error', ''))
+            self.assertEqual({'id': workflow_id, 'workflow_id': workflow_id, 'operation': 'initialize_jobs', 'status': status,
+                              'created_at_ms': at_ms, 'started_at_ms': at_ms, 'finished_at_ms': at_ms}, task)
+            self.assertEqual(status, self.call('get_task', id=workflow_id)['status'])
+            self.assertEqual({'task': None}, self.call('get_active_task_for_workflow', id=workflow_id))
+            self.assertEqual(('uninitialized', 0) if more else ('ready', 1),
+                             (self.statuses(workflow_id)['a'], self.call('get_workflow', id=workflow_id)['run_id']))
+            event = self.call('list_events', workflow_id=workflow_id, category='tasks')['items'][0]['data']
+            self.assertEqual(('task_completed', workflow_id, status, 'tester'), tuple(event[key] for key in ('event_type', 'task_id', 'status', 'user')))
+        self.assertRefused('task 3 not found', 'get_task', id=3)
 
 
 # ======== 8e. Nodes ========
