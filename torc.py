@@ -7160,9 +7160,7 @@ def get_workflow(context: Context, workflow_id: int) -> Values:
 
 
 WORKFLOW_FIXED = ('env', 'submission_directory', 'dynamic_jobs', 'access_groups')
-WORKFLOW_EDITABLE = (
-    *SPEC_REMARKS, *WORKFLOW_DEFAULTS, 'name', 'compute_node_expiration_buffer_seconds', 'enable_ro_crate',
-    'execution_config', 'resource_monitor_config', 'slurm_defaults', 'user', 'spec_path')
+WORKFLOW_EDITABLE = (*set(SPEC_SETTINGS).difference(WORKFLOW_FIXED), 'user', 'spec_path')
 
 
 def update_workflow(context: Context, workflow_id: int, body: Values) -> Values:
