@@ -13400,6 +13400,24 @@ class RunnerCase(WorldTest):
             options = dict({'num_cpus': 2, 'memory_gb': 4.0, 'num_gpus': 0, 'poll_interval_s': 0.2}, **options)
             return torc.run_workflow(self.client, workflow_id, torc.RunnerOptions(output_dir='out', **options), self.progress)
 
+    def runner(self, workflow_id: int = 1, num_cpus: int = 2, **options: Any) -> Any:
+        """A runner of which a test has one turn after the other."""
+        workflow, options = self.client.call('get_workflow', workflow_id=workflow_id), dict(options, output_dir='out', num_cpus=num_cpus)
+        with self.world.inside():
+            output, launcher = torc.OutputDirectory('out'), torc.Launcher()
+        log = torc.RunLog(output, 'x.log')
+        self.addCleanup(log.close)
+        self.addCleanup(launcher.close)
+        context = torc.NodeContext(workflow, torc.RunnerOptions(**options), output, log, self.progress)
+        return torc.Runner(context, self.client, launcher, None)
+
+    def turn_until(self, runner: Any, **wanted: str) -> None:
+        """Turn until attempts are in these states."""
+        def states() -> Dict[str, str]:
+            return {attempt.name: attempt.state for attempt in runner.attempts.of()}
+        with self.world.inside():
+            self.world.wait(lambda: runner.turn() or states() == wanted, 20, str(wanted), state=states)
+
     def statuses(self) -> Dict[str, str]:
         """Name -> status of all jobs of workflow 1."""
         return {job['name']: job['status'] for job in self.client.rows('list_jobs', workflow_id=1)}
@@ -13540,6 +13558,25 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertEqual(1, torc.find_rule(rules, 4)['max_retries'])
         self.assertIsNone(torc.find_rule(rules[1:], 4))
 
+    CONFIGURATIONS = '''
+        config                                                                       jobs   rows    node   node_rows
+        null                                                                         False  False   False  False
+        {"enabled": false}                                                           False  False   False  False
+        {"enabled": true}                                                            True   False   False  False
+        {"enabled": true, "granularity": "time_series", "jobs": null}                True   True    False  False
+        {"enabled": false, "jobs": {"enabled": true, "granularity": "time_series"}}  True   True    False  False
+        {"enabled": true, "granularity": "time_series", "jobs": {"enabled": false}}  False  False   False  False
+        {"compute_node": {"enabled": true, "granularity": "time_series"}}            False  False   True   True
+        {"enabled": true, "compute_node": {"enabled": true}}                         True   False   True   False
+        '''
+
+    def test_what_is_measured_stands_in_the_configuration(self):
+        for row in rows_of(self.CONFIGURATIONS):
+            config, *flags = row.values()
+            settings = torc.monitor_settings({'resource_monitor_config': json.loads(config)})
+            self.assertEqual(flags, [str(flag) for flag in settings[:4]], config)
+        settings = torc.monitor_settings({'resource_monitor_config': {'sample_interval_seconds': 3, 'compute_node': {'cpu': False}}})
+        self.assertEqual((False, True, 3, 300), settings[4:])
 
 
 class NodeSizeTest(WorldTest):
@@ -13638,38 +13675,6 @@ class NodeSizeTest(WorldTest):
                 self.assertEqual(tuple(filter(None, row['gpus'].split(','))), torc.measure_node(options, root).devices)
 
 
-class ScriptedClient(StoreClient):
-    """A client whose answers are given: dicts, or errors to raise. A request without an answer waits for one."""
-    EMPTY = {'accepted': [], 'errors': [], 'jobs': [], 'kinds': [], 'handlers': [], 'notices': [], 'actions': [], 'is_complete': False,
-             'is_canceled': False, 'unfinished': 1, 'jobs_by_status': {}}
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
-        self.requests = []      # type: List[Dict[str, Any]]
-        self.calls = []         # type: List[Any]
-
-    def next(self) -> Any:
-        """The next answer."""
-        answer = self.answers.pop(0) if self.answers else {}
-        if isinstance(answer, Exception):
-            raise answer
-        return dict(self.EMPTY, **answer)
-
-    def call(self, op: str, body: Any = None, deadline_s: float = 0, **params: Any) -> Any:
-        """Everything but a turn: registration answers with the next number."""
-        self.calls.append((op, body))
-        if self.answers and isinstance(self.answers[0], Exception):
-            raise self.answers.pop(0)
-        return {'id': 1 + sum(name == 'create_compute_node' for name, _ in self.calls)}
-
-    def begin(self, op: str, body: Any, deadline_s: float, **params: Any) -> Any:
-        """A turn."""
-        self.requests.append(json.loads(json.dumps(body)))
-        pending = torc.PendingCall()
-        pending.finish = lambda deadline_s=0: self.next()
-        return pending
-
-
 class PartTest(WorldTest):
     """Parts of a runner, each for itself: no runner, no server."""
 
@@ -13687,16 +13692,6 @@ class PartTest(WorldTest):
         self.addCleanup(log.close)
         return torc.NodeContext(dict({'id': 1, 'run_id': 1}, **workflow), options, output, log, self.progress)
 
-    def link(self, *answers: Any, **workflow: Any) -> Any:
-        """A link that has registered, to a server that answers so."""
-        self.client, self.launched = ScriptedClient(), {}   # type: Any, Dict[int, Any]  # children
-        link = torc.ServerLink(self.context(**workflow), self.client, types.SimpleNamespace(children=self.launched), self.attempts,
-                               torc.Ledger([torc.NodeSize(2, 1 << 30, ())], None))
-        self.pace = link.pace
-        link.register()
-        self.client.answers = list(answers)
-        return link
-
     def attempt(self, state: str = 'claimed', number: int = 1, **more: Any) -> Any:
         """An attempt in a state."""
         job = dict({'id': number, 'name': f'j{number}', 'attempt_id': 1, 'outputs': [], 'interruptions': 0}, **more)
@@ -13709,13 +13704,6 @@ class PartTest(WorldTest):
     def end(return_code: int = 0) -> Any:
         """How a process ended."""
         return torc.ProcessEnd(return_code, 0, 1.0, 0.5, 0, time.time())
-
-    def launcher(self) -> Any:
-        """One that is closed in the end."""
-        with self.world.inside():
-            launcher = torc.Launcher()
-        self.addCleanup(launcher.close)
-        return launcher
 
 
 class FakeClock:
@@ -13742,88 +13730,37 @@ class FakeClock:
 
 # ======== 16b. Runner's link ========
 
-NO_ANSWER = torc.Unreachable('nobody there\n  to do without: ...')
+class LinkTest(RunnerCase):
+    """When the server is asked, and what follows from its silence: by the tables of the page "Job Runners"."""
 
-
-class LinkTest(PartTest):
-    """What the link sends, keeps, and concludes from silence, and when it asks: by the table of the page "Job Runners"."""
-
-    want, patience_s = None, 0.0    # type: Any, float
+    def begin(self, options: Optional[Dict[str, Any]] = None, **workflow: Any) -> Any:
+        """The link of a runner that has registered, with children that the test names."""
+        needs = [{'name': 'big', 'num_cpus': 64, 'memory': '1m', 'runtime': 'PT1M'}]      # which it can never run
+        workflow_id = self.create({'command': 'true', 'resource_requirements': 'big'}, resource_requirements=needs, **workflow)
+        self.made, self.launched = self.runner(workflow_id, **(options or {})), {}      # type: Any, Dict[int, Any]
+        link = self.made.link
+        link.launcher = types.SimpleNamespace(children=self.launched)
+        link.register()
+        self.client.requests.clear()
+        return link
 
     def turn(self, link: Any) -> None:
         """What the loop does with a link in a turn."""
-        def on_answer(answer: Any) -> None:
-            for attempt in link.sent_completions:
-                self.attempts.change(attempt, '')
         link.act(torc.time.monotonic())
-        torc.Runner.exchange(types.SimpleNamespace(
-            link=link, on_answer=on_answer, compose=lambda: {'want': self.want if link.has_lease else None},
-            shutdown=types.SimpleNamespace(patience_s=lambda: self.patience_s)))
-
-    def sent(self, *keys: str) -> List[Any]:
-        """These fields of all requests."""
-        return [tuple(request.get(key) for key in keys) for request in self.client.requests]
-
-    def test_what_was_sent_is_kept_until_an_answer_and_then_said_with_all_that_is_held(self):
-        link = self.link(NO_ANSWER, {})
-        reported = self.attempt('reported', 1)
-        running, unstarted = self.attempt('running', 2), self.attempt('recovering', 3)
-        running.process = unittest.mock.Mock(started_at=0.0)
-        reported.end = unstarted.end = self.end()._replace(at=1.0)
-        link.report('started', [[1, 1, 'now'], [2, 1, 'now']])
-        self.turn(link)
-        self.assertEqual('silent', link.state)
-        link.report('returned', [(4, 1)])
-        self.turn(link)
-        self.world.wait(lambda: self.turn(link) or link.state == 'online', 10, 'the next try')
-        ended = [reported.completion]
-        self.assertEqual([(ended, [[2, 1, 'now']], [], None), (ended, [[2, 1, '1970-01-01T00:00:00.000Z'], [3, 1, '1970-01-01T00:00:01.000Z']],
-                                                                   [[4, 1]], [[2, 1], [3, 1], [1, 1]])],
-                         self.sent('completions', 'started', 'returned', 'held'))
-        self.assertFalse(link.has_updates)
-        self.assertEqual(['no answer from the server, trying again: nobody there', 'the server answers again after 0s'], self.progress.messages)
-
-    def test_what_comes_up_while_a_request_is_out_is_gathered_for_the_next(self):
-        for state in ('online', 'silent'):
-            arrived = []    # type: List[int]
-            with self.subTest(state), FakeClock().set() as clock, \
-                    unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: bool(arrived)):
-                link = self.link()
-                link.report('started', ['a'])
-                self.turn(link)
-                self.assertEqual(clock.now + torc.ANSWER_DEADLINE_S, link.due())
-                link.state, link.silent_since = state, clock.now
-                link.report('started', ['b'])
-                ended = self.attempt('reported', 4)
-                link.report_batch()
-                arrived.append(1)
-                self.turn(link)
-                self.assertEqual((1, clock.now + torc.BATCH_S), (len(self.client.requests), link.due()))
-                clock.now = link.due()
-                self.turn(link)
-                self.assertEqual([(['a'], []), (['b'], [ended.completion])], self.sent('started', 'completions'))
+        self.made.exchange()
 
     def test_what_comes_up_while_the_server_keeps_a_request_ends_that(self):
-        link, self.want, self.patience_s = self.link(), {'limit': 1}, torc.IDLE_WAIT_S
+        link = self.begin()
+        self.made.dispatcher.may_claim = True
         with unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: not link.pace.waits_s):
             for _ in range(2):
                 self.turn(link)
             self.assertTrue(link.pending and link.due() > time.monotonic() + torc.IDLE_WAIT_S - 5)
-            link.report('accounting', [1])
+            link.report('returned', [[9, 9]])
             self.assertLessEqual(link.due(), time.monotonic())
             self.turn(link)
-        self.assertEqual([(None, None, []), (torc.IDLE_WAIT_S, None, []), (None, [], [1])], self.sent('wait_s', 'held', 'accounting'))
-
-    def test_more_completions_than_a_request_carries_follow_at_once(self):
-        link = self.link()
-        for number in range(5):
-            self.attempt('reported', number)
-        with unittest.mock.patch.object(torc, 'MAX_COMPLETIONS_PER_REQUEST', 2):
-            for _ in range(3):
-                self.assertLessEqual(link.due(), time.monotonic())
-                self.turn(link)
-        self.assertEqual([2, 2, 1], [len(completions) for completions, in self.sent('completions')])
-        self.assertGreater(link.due(), time.monotonic() + 1)
+        sent = [(request.get('wait_s', 0) > 20, request.get('held'), request['returned']) for request in self.client.requests]
+        self.assertEqual([(False, None, []), (True, None, []), (False, [], [[9, 9]])], sent)
 
     # The window is 1 minute, a ping 120 s: what happens at these seconds (late: an answer after our lease) -> state, and when it asks next.
     OUTAGE = rows_of("""
@@ -13845,12 +13782,14 @@ class LinkTest(PartTest):
         """)
 
     def test_it_goes_offline_after_the_window_of_each_outage_and_starts_nothing_there(self):
+        def before(number: int) -> None:
+            if row['event'] == 'silence':
+                raise torc.Unreachable('nobody there')
         with FakeClock().set() as clock:
-            link, began = self.link(compute_node_wait_for_healthy_database_minutes=1), clock.now
-            self.launched[1] = None
+            link, began = self.begin(compute_node_wait_for_healthy_database_minutes=1), clock.now
+            self.launched[1], self.client.before = None, before
             for row in self.OUTAGE:
                 clock.now = began + float(row['at'])
-                self.client.answers = {'silence': [NO_ANSWER], 'answer': [{}], 'late': [{}], '': []}[row['event']]
                 if row['event']:
                     link.poll_now()
                 link.lease_ends_at = clock.now + (row['event'] != 'late')
@@ -13862,19 +13801,21 @@ class LinkTest(PartTest):
                                      (link.state, asks_at, 'yes' if link.has_lease else 'no'))
 
     def test_what_is_no_answer_of_this_server_ends_no_runner_and_what_it_refuses_does(self):
+        link = self.begin()
         for error in (torc.Conflict('the database is in use by another torc.py'), torc.Denied('its token file cannot be read'),
                       torc.Denied('user or password is wrong', http=401)):
-            for place in ('call', 'begin', 'next')[:2 if isinstance(error, torc.Conflict) else 3]:
+            for place in ('call', 'begin', 'finish')[:2 if isinstance(error, torc.Conflict) else 3]:
                 with self.subTest(error.message, place=place):
-                    link = self.link({})
                     link.is_registered = place != 'call'
-                    with unittest.mock.patch.object(self.client, place, side_effect=error):
+                    link.poll_now()
+                    owner, name = (torc.PendingCall, 'finish') if place == 'finish' else (self.client, place)
+                    with unittest.mock.patch.object(owner, name, side_effect=error):
                         self.turn(link)
                     self.assertEqual('silent', link.state)
                     self.world.wait(lambda: self.turn(link) or link.state == 'online', 10, 'the next try')
-        self.assertRaisesRegex(torc.Refused, 'is over', self.turn, self.link(torc.Refused('run 1 is over')))
-        link = self.link()
-        link.is_registered, link.context.node_id = False, 0     # as before the first time
+        self.client.before, link.planned_at = unittest.mock.Mock(side_effect=torc.Refused('run 1 is over')), 0.0
+        self.assertRaisesRegex(torc.Refused, 'is over', self.turn, link)
+        link.is_registered, link.context.node_id, link.planned_at = False, 0, 0.0   # as before the first time
         with unittest.mock.patch.object(self.client, 'call', side_effect=torc.Denied('no access')):
             self.assertRaisesRegex(torc.Denied, 'no access', self.turn, link)
 
@@ -13900,9 +13841,8 @@ class LinkTest(PartTest):
     def test_the_wait_follows_the_table_of_the_page(self):
         for row in self.WAITS:
             with self.subTest(row), FakeClock().set() as clock:
-                link, asked, began = self.link(), [], clock.now     # type: Any, List[float], float
-                link.pace = torc.Pace(torc.RunnerOptions(poll_interval_s=float(row['base']), claim_backoff_max_s=float(row['cap'])))
-                link.poll_now()
+                link = self.begin({'poll_interval_s': float(row['base']), 'claim_backoff_max_s': float(row['cap'])})
+                asked, began, pace = [], clock.now, link.pace       # type: List[float], float, Any
                 first, _, last = row['children'].partition('-')
                 work = [(began + float(word[1:]), word[0]) for word in row['work'].split()]
                 while len(asked) <= row['asked'].count(' '):
@@ -13911,8 +13851,8 @@ class LinkTest(PartTest):
                     if first != 'never' and float(first) <= clock.now - began < float(last or 'inf'):
                         self.launched[1] = None
                     if work and clock.now == work[0][0]:
-                        happens = {'e': lambda: link.pace.on_end() or link.report_batch(), 'c': link.pace.on_claim,
-                                   'a': lambda: link.report('action_results', [1])}
+                        happens = {'e': lambda: pace.on_end() or link.report_soon(0.0), 'c': lambda: setattr(pace, 'has_progressed', True),
+                                   'a': lambda: link.report('returned', [[9, 9]])}
                         happens[work.pop(0)[1]]()
                     before = len(self.client.requests)
                     self.turn(link)
@@ -13923,93 +13863,49 @@ class LinkTest(PartTest):
 # ======== 16c. Runner's parts ========
 
 
-class JobPartsTest(PartTest):
-    """Claims, starts and ends, with real processes and no server."""
-    WAITS, FAILS = 'until [ -e go ]; do sleep 0.02; done; exit 7', 'exit 7'
-    RULES = [{'exit_codes': [7], 'recovery_script': 'echo $TORC_JOB_ID >> "$TORC_OUTPUT_DIR/mended"; exec sleep 1000'}]
+class JobPartsTest(RunnerCase):
+    """Claims, starts, ends and leaving, turn by turn."""
+    WAITS = 'until [ -e go ]; do sleep 0.02; done; exit 7'
+    AGAIN = [{'name': 'h', 'rules': [{'exit_codes': [7], 'recovery_script': 'echo $TORC_JOB_ID >> mended; exec sleep 1000'}]}]
 
-    def build(self, num_cpus: int = 2, **workflow: Any) -> Any:
-        """A dispatcher and all that it needs."""
-        self.server, self.node = self.link(**workflow), self.launcher()
-        context = self.server.context
-        context.variables = {'TORC_OUTPUT_DIR': context.output.path}
-        self.policy = torc.ClaimPolicy(context, torc.Ledger([torc.NodeSize(num_cpus, 1 << 30, ())], None), self.attempts)
-        starter = torc.DirectStarter(context, self.node)
-        monitor = torc.Monitor(context, self.node, self.attempts, starter)
-        self.completions = torc.Completions(context, self.policy, starter, monitor, self.server)
-        self.actions = torc.Actions(context, self.node, self.server)
-        self.dispatcher = torc.Dispatcher(context, self.policy, self.completions, self.server, self.actions)
-        self.dispatcher.may_claim = True
-        watch = torc.AllocationWatch(context, self.node)
-        self.shutdown = torc.Shutdown(context, self.node, watch, self.dispatcher, self.server)
-        return self.dispatcher
+    def begin(self, *jobs: Any, **options: Any) -> Any:
+        """A runner that claims these jobs, of which the failed ones are tried again, and knows them as short ones."""
+        self.create(*({'command': job, 'failure_handler': 'h'} for job in jobs), failure_handlers=self.AGAIN, execution_config={'mode': 'direct'})
+        runner = self.runner(poll_interval_s=0.05, claim_backoff_max_s=0.05, **options)
+        runner.policy.mean_s, runner.dispatcher.may_claim = 0.01, True
+        return runner
 
-    def claim(self, **commands: str) -> None:
-        """Jobs of an answer, of one CPU each: names, such as j1, and commands."""
-        jobs = [{'id': int(name[1:]), 'name': name, 'attempt_id': 1, 'kind': 0, 'failure_handler': 0, 'outputs': [], 'interruptions': 0,
-                 'nodes': [0], 'command': command, 'invocation_script': None, 'env': None} for name, command in commands.items()]
-        kind = {'num_cpus': 1, 'memory_bytes': 1, 'num_gpus': 0, 'num_nodes': 1}
-        self.dispatcher.add({'jobs': jobs, 'kinds': [kind], 'handlers': [self.RULES]})
-
-    def turn_until(self, wanted: Dict[str, str]) -> None:
-        """Turn until attempts are in these states."""
-        with self.world.inside():
-            self.world.wait(lambda: [part.act(time.monotonic()) for part in (self.node, self.completions, self.dispatcher)]
-                            and self.states() == wanted, 20, str(wanted), state=self.states)
-
-    def states(self) -> Dict[str, str]:
-        """Name -> state of all attempts in hand."""
-        return {attempt.name: attempt.state for attempt in self.attempts.of()}
-
-    def test_each_job_that_sigkill_does_not_end_is_named_once(self):
-        self.build()
-        self.shutdown.launcher = types.SimpleNamespace(kill_due=list, unkillable=[self.attempt(number=number) for number in (1, 2)])
-        with unittest.mock.patch.object(self.attempts, 'find', lambda process: process):
-            for now in (0.0, 1.0):
-                self.shutdown.act(now)
-        self.assertEqual(['j1', 'j2'], [text.partition(': 10 s after SIGKILL something of it lives')[0] for text in self.progress.messages])
-        self.shutdown.context.log.flush()
-        self.assertEqual(2, self.world.read('out/x.log').count(' WARNING j'))
-
-    def test_what_cannot_start_in_time_goes_back(self):
-        dispatcher = self.build(num_cpus=1)
-        self.claim(j1=self.WAITS, j2='true')
-        self.turn_until({'j1': 'running', 'j2': 'claimed'})
-        self.assertEqual(self.policy.stale_at(), dispatcher.due())
+    def test_what_cannot_start_in_time_goes_back_and_so_do_jobs_of_an_answer_after_the_end_of_claims(self):
+        runner = self.begin(self.WAITS, 'true', num_cpus=1)
+        self.turn_until(runner, j1='running', j2='claimed')
+        self.assertEqual(runner.policy.stale_at(), runner.dispatcher.due())
         with unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
-            self.turn_until({'j1': 'running'})
-        self.assertEqual(([(2, 1)], math.inf), (self.server.outbox['returned'], dispatcher.due()))
-
-    def test_after_the_end_of_claims_jobs_of_a_late_answer_go_back(self):
-        dispatcher = self.build()
-        dispatcher.context.leaving = 'idle'
-        self.claim(j1='true')
-        self.assertEqual(([(1, 1)], None, {}), (self.server.outbox['returned'], dispatcher.want(), self.states()))
+            self.turn_until(runner, j1='running')
+        self.world.wait(lambda: runner.turn() or self.statuses() == {'j1': 'running', 'j2': 'ready'}, 10, 'what went back')
+        runner.policy.mean_s = 0.01
+        self.at(lambda: self.client.requests[-1]['want'], lambda: setattr(runner.context, 'leaving', 'idle'))
+        self.world.wait(lambda: runner.turn() or runner.context.leaving and self.statuses()['j2'] == 'ready' and not runner.link.has_updates,
+                        10, 'what went back at the end')
 
     def test_the_recovery_script_of_what_is_others_by_now_is_killed_or_never_begun_and_nothing_is_reported(self):
-        dispatcher = self.build()
-        self.claim(j1=self.FAILS, j2=self.WAITS)
-        self.turn_until({'j2': 'running', 'j1': 'recovering'})
-        self.world.wait(lambda: self.world.read('out/mended'), 20, 'the script')
-        self.server.lease_ends_at = 0.0
-        self.world.write('go', '')
-        self.turn_until({'j1': 'recovering', 'j2': 'recovering'})
-        self.assertEqual(self.server.outbox['started'], sorted(self.server.all_starts()))   # of the jobs: an older copy must know of them
-        dispatcher.revoke([[1, 1], [2, 1]])
-        self.server.lease_ends_at = math.inf
-        self.world.wait(lambda: self.turn_until({}) or not self.node.children, 20, 'the end of the script')
-        self.assertEqual('1\n', self.world.read('out/mended'))
+        runner = self.begin('exit 7', self.WAITS)
+        self.turn_until(runner, j2='running', j1='recovering')
+        self.world.wait(lambda: self.world.read('out/mended') or self.world.read('mended'), 20, 'the script')
+        with unittest.mock.patch.object(torc.ServerLink, 'has_lease', False):
+            self.world.write('go', '')
+            self.turn_until(runner, j1='recovering', j2='recovering')
+            runner.dispatcher.revoke([[1, 1], [2, 1]])
+        self.world.wait(lambda: runner.turn() or not runner.launcher.children, 20, 'the end of the script')
+        self.assertEqual(('1\n', []), (self.world.read('mended'), self.results()))
 
     def test_a_recovery_script_that_is_due_after_an_interrupt_is_not_started_and_vetoes_nothing(self):
-        dispatcher = self.build()
-        self.claim(j1=self.WAITS)
-        self.turn_until({'j1': 'running'})
-        dispatcher.context.leaving = 'interrupt'
+        runner = self.begin(self.WAITS)
+        self.turn_until(runner, j1='running')
+        runner.context.leaving = 'interrupt'
         self.world.write('go', '')
-        self.turn_until({'j1': 'reported'})
-        completion = self.attempts.of('reported')[0].completion
-        self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
-        self.assertEqual('', self.world.read('out/mended'))
+        self.turn_until(runner)
+        self.assertEqual(([(1, 1, 7, 'terminated')], {'j1': 'ready'}), (self.results(), self.statuses()))
+        self.assertEqual('', self.world.read('mended'))
 
     # -------- leaving --------
 
@@ -14035,20 +13931,20 @@ class JobPartsTest(PartTest):
     def test_a_runner_leaves_at_the_moment_that_the_page_names_and_not_before_the_server_knows_of_the_last_end(self):
         for row in self.LEAVES:
             with self.subTest(row), FakeClock().set() as clock:
-                self.attempts = torc.Attempts()
-                self.build(options={'is_persistent': row['persistent'] == 'yes'}, compute_node_wait_for_new_jobs_seconds=int(row['limit']),
-                           compute_node_ignore_workflow_completion=row['ignores'] == 'yes')
-                says = row['says']
-                self.server.answer = {'is_complete': says == 'complete', 'is_canceled': says == 'canceled', 'unfinished': 3,
-                                      'claimable': says != 'stuck', 'pending_actions': int(row['pending'])}
-                self.pace.worked_at = clock.now - float(row['idle'])
-                self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
-                self.server.sent_at = self.pace.ended_at
-                self.shutdown.look()
-                self.assertEqual(row['reason'] if says in ('complete', 'canceled') else '', self.server.context.leaving)
-                self.server.sent_at = clock.now
-                self.shutdown.look()
-                self.assertEqual(row['reason'], self.server.context.leaving)
+                runner = self.runner(self.create('true', compute_node_wait_for_new_jobs_seconds=int(row['limit']),
+                                                 compute_node_ignore_workflow_completion=row['ignores'] == 'yes'),
+                                     is_persistent=row['persistent'] == 'yes')
+                says, link, look = row['says'], runner.link, runner.shutdown.look
+                link.answer = {'is_complete': says == 'complete', 'is_canceled': says == 'canceled', 'unfinished': 3,
+                               'claimable': says != 'stuck', 'pending_actions': int(row['pending'])}
+                link.pace.worked_at = clock.now - float(row['idle'])
+                link.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
+                link.sent_at = link.pace.ended_at
+                look()
+                self.assertEqual(row['reason'] if says in ('complete', 'canceled') else '', runner.context.leaving)
+                link.sent_at = clock.now
+                look()
+                self.assertEqual(row['reason'], runner.context.leaving)
 
 
 class StoppedActionTest(RunnerCase):
@@ -14064,54 +13960,6 @@ class StoppedActionTest(RunnerCase):
 
 
 # ======== 16d. Runner's monitor ========
-
-
-class SeriesPartTest(PartTest):
-    """How samples get to their file."""
-
-    def test_samples_are_written_at_once_then_at_the_interval_and_wait_while_that_fails(self):
-        def act(now: float) -> Tuple[int, float]:
-            for _ in range(2):
-                series.act(now)
-                series.errand and series.errand.over.wait(20)
-            return len(series.rows), series.due()
-        series, place = torc.Series(self.context(), types.SimpleNamespace(begin=torc.Errand)), self.world.path('out/resource_utilization')
-        for number, (now, found) in enumerate(((1.0, (0, math.inf)), (301.0, (2, 601.0)), (601.0, (0, math.inf)))):
-            series.add_job(number, 'a', (5, 1.0, 2, 3))
-            if number == 1:
-                os.rename(place, place + '.away')
-                self.world.write('out/resource_utilization', 'in the way')
-            elif number == 2:
-                os.unlink(place)
-                os.rename(place + '.away', place)
-            self.assertEqual((0.0, 301.0, 601.0)[number], series.due())
-            self.assertEqual(found, act(now))
-        with contextlib.closing(sqlite3.connect(glob.glob(glob.escape(place) + '/*')[0])) as connection:
-            self.assertEqual([(0,), (1,), (2,)], connection.execute('SELECT job_id FROM job_resource_samples').fetchall())
-        with unittest.mock.patch('torc.MAX_SERIES_ROWS', 3):
-            for number in range(9):
-                series.add_job(2, 'b', (number, 1.0, 2, 3))
-        self.assertEqual(3, len(series.rows))
-
-    CONFIGURATIONS = '''
-        config                                                                       jobs   rows    node   node_rows
-        null                                                                         False  False   False  False
-        {"enabled": false}                                                           False  False   False  False
-        {"enabled": true}                                                            True   False   False  False
-        {"enabled": true, "granularity": "time_series", "jobs": null}                True   True    False  False
-        {"enabled": false, "jobs": {"enabled": true, "granularity": "time_series"}}  True   True    False  False
-        {"enabled": true, "granularity": "time_series", "jobs": {"enabled": false}}  False  False   False  False
-        {"compute_node": {"enabled": true, "granularity": "time_series"}}            False  False   True   True
-        {"enabled": true, "compute_node": {"enabled": true}}                         True   False   True   False
-        '''
-
-    def test_what_is_measured_stands_in_the_configuration(self):
-        for row in rows_of(self.CONFIGURATIONS):
-            config, *flags = row.values()
-            settings = torc.monitor_settings({'resource_monitor_config': json.loads(config)})
-            self.assertEqual(flags, [str(flag) for flag in settings[:4]], config)
-        settings = torc.monitor_settings({'resource_monitor_config': {'sample_interval_seconds': 3, 'compute_node': {'cpu': False}}})
-        self.assertEqual((False, True, 3, 300), settings[4:])
 
 
 class MonitorRunTest(RunnerCase):
@@ -14168,24 +14016,6 @@ class MonitorRunTest(RunnerCase):
         with unittest.mock.patch('torc.check_tree', check):
             self.run_it(num_cpus=2)
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 137, 'failed')], self.results())
-
-    def test_what_a_check_has_left_out_is_not_in_the_peak_of_a_job_that_ends(self):
-        looks = []      # type: List[int]
-        # For what is smaller than the runner wait4(2) knows no peak.
-        size_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024 + 60
-
-        def check(*_: Any) -> Tuple[int, int]:
-            looks.append(1)
-            if len(looks) > 1:      # the first was taken in
-                self.world.write('checked', '')
-            return 5 << 20, size_mb << 20
-        code = f'import os, time\nx = bytearray({size_mb} << 20)\nwhile not os.path.exists("checked"): time.sleep(0.05)'
-        self.limited(f"exec {PYTHON} -S -c '{code}'")
-        with unittest.mock.patch('torc.check_tree', check):
-            self.run_it()
-        row, = self.rows()
-        self.assertEqual('completed', row['status'])
-        self.assertLess(row['peak_memory_bytes'], 60 << 20)
 
     SHARE = textwrap.dedent("""
         import os, sys, time
@@ -14742,7 +14572,7 @@ class AccountingTest(PartTest):
                'RUNS': '|||||n1|RUNNING'}
     FAILURES = {'off': 'Slurm accounting storage is disabled', 'down': 'sacct: error: Problem talking to the database: Connection refused'}
     # N=R: step N ends, its record is R (or nothing), and its judgement waits for a state; N~R: nobody waits; N:R the record
-    # comes, or changes; +S: seconds go by; off, down, hang, slow, up: sacct from now on; leave, interrupt: the runner leaves;
+    # comes, or changes; +S: seconds go by; off, down, hang, up: sacct from now on; leave, interrupt: the runner leaves;
     # last: it must be gone in 7 s. Then: when sacct was called, the steps' states (?: not known yet), the rows with memory.
     SCENARIOS = rows_of("""
         what                     happens                                  calls                           states            rows
@@ -14756,7 +14586,6 @@ class AccountingTest(PartTest):
         there is no accounting   off 1= 2= +2 3= +300                     1                               *3                000
         the database is down     down 1=GOOD +40 2=BAD +10 up +50         1 6 11 16 21 26 56              *1 OUT_OF_MEMORY  01
         it hangs, and is back    hang 1=GOOD +100 up +60                  1 61 121                        COMPLETED         1
-        it takes long            slow 1= +150                             1 23 45 67 89 111               -                 0
         leaving                  1~GOOD 2~BARE leave +2                   1                               COMPLETED*2       10
         leaving, state known     1=BARE +2 leave +5                       1 6                             COMPLETED         0
         leaving, right after     1=GOOD +2 2~GOOD leave +2                1 3                             COMPLETED*2       11
@@ -14819,7 +14648,7 @@ class AccountingTest(PartTest):
             self.accounting.context.last_at = self.clock.now + 7
         else:
             self.slurm.failure = torc.Reply(1, '', self.FAILURES[word]) if word in self.FAILURES else None
-            self.slurm.latency_s['sacct'] = {'hang': 1e9, 'slow': 2.0}.get(word, 0.1)
+            self.slurm.latency_s['sacct'] = 1e9 if word == 'hang' else 0.1
 
     def test_sacct_is_asked_as_seldom_as_judgements_and_figures_allow(self):
         for row in self.SCENARIOS:
@@ -14837,19 +14666,19 @@ class AccountingTest(PartTest):
                           'the accounting of Slurm does not answer, so that figures of results may be missing: sacct: no answer within 30 s'],
                          list(dict.fromkeys(self.progress.messages)))
 
-    def test_one_sstat_an_interval_samples_all_steps_and_one_that_takes_long_is_asked_less_often(self):
+    def test_one_sstat_an_interval_samples_all_steps(self):
         with FakeClock().set() as self.clock:
             self.start(enabled=True, granularity='time_series', sample_interval_seconds=5)
             first, _ = self.begin(1), self.begin(2)
             self.advance(19)
             self.slurm.latency_s['sstat'] = 4.0
-            self.advance(101)
-            self.assertEqual([0, 5, 10, 15, 20, 64, 108], [at for at, _ in self.slurm.calls])
+            self.advance(20)
+            self.assertEqual([0, 5, 10, 15, 20, 29, 38], [at for at, _ in self.slurm.calls])
         self.assertEqual({'sstat -j 7.1,7.2 --format JobID,AveCPU,MaxRSS -P -n'}, {words for _, words in self.slurm.calls})
         samples = [call[0] for call in self.accounting.monitor.series.add_job.call_args_list]
-        self.assertEqual([(1, 'j1'), (2, 'j2')] * 6, [row[:2] for row in samples], 'the first gives no CPU percent')
+        self.assertEqual([(1, 'j1'), (2, 'j2')] * 5, [row[:2] for row in samples], 'the first gives no CPU percent')
         self.assertEqual({(50.0, 1 << 20, 1)}, {(round(row[2][1], 1), *row[2][2:]) for row in samples[:6]})
-        self.assertEqual((50.0, 1 << 20), tuple(first.step.usage.fields(120.0, 0.0, 0)[key] for key in ('peak_cpu_percent', 'avg_memory_bytes')))
+        self.assertEqual((50, 1 << 20), tuple(round(first.step.usage.fields(120.0, 0.0, 0)[key]) for key in ('peak_cpu_percent', 'avg_memory_bytes')))
 
 
 @slow
@@ -14953,6 +14782,7 @@ class OwnAllocationTest(unittest.TestCase):
              'NodeName=node3 RealMemory=5000 State=IDLE\n')
     AWAY = torc.Reply(1, '', 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)')
     UNKNOWN = torc.Reply(1, '', 'slurm_load_jobs error: Invalid job id specified')
+    HERE = torc.NodeSize(1, 7000 << 20, ('5',))
 
     def job(self, granted: str = GRANTED, state: str = 'RUNNING', restarts: int = 0) -> str:
         """A line of `scontrol show job -d -o`."""
@@ -14961,7 +14791,8 @@ class OwnAllocationTest(unittest.TestCase):
     def find(self, environment: Dict[str, str], title: bytes = b'', is_subtask: bool = False, **answers: Any) -> Any:
         """(allocation, notice), below a process with such a title"""
         self.slurm = AnsweringSlurm(**answers)
-        fakes = {'ask_slurm': self.slurm.ask, 'find_ancestors': lambda pid: [1], 'read_proc_text': lambda path: title}
+        fakes = {'ask_slurm': self.slurm.ask, 'find_ancestors': lambda pid: [1], 'read_proc_text': lambda path: title,
+                 'measure_node': lambda options: self.HERE}
         with unittest.mock.patch.multiple(torc, **fakes), \
                 unittest.mock.patch.dict(os.environ, environment, clear=True):
             return torc.find_allocation(torc.RunnerOptions(is_subtask=is_subtask, record_id=9))
@@ -14976,9 +14807,7 @@ class OwnAllocationTest(unittest.TestCase):
             with unittest.mock.patch('sys.argv', [path, 'run']):
                 self.assertEqual(name, torc.program_name())
 
-    def test_counts_of_nodes_and_the_line_of_a_job_among_those_of_its_array(self):
-        for text, counts in (('4(x2),2', [4, 4, 2]), ('1(x3)', [1, 1, 1]), ('', []), ('x', []), ('2, 3(x1)', [2, 3])):
-            self.assertEqual(counts, torc.parse_node_counts(text), text)
+    def test_the_line_of_a_job_among_those_of_its_array(self):
         text = ('JobId=5 ArrayJobId=5 ArrayTaskId=3-9 JobState=PENDING x\nJobId=50 JobState=RUNNING x\n'
                 'JobId=5 ArrayTaskId=2 JobState=RUNNING y\n')
         self.assertEqual(['JobId=5 ArrayTaskId=2 JobState=RUNNING y', ''], [torc.find_job_line(text, number) for number in '57'])
@@ -15005,44 +14834,33 @@ class OwnAllocationTest(unittest.TestCase):
         shell = self.find(slurm_environment(SLURMD_NODENAME=None), job=self.job())[0]      # of salloc, on a login node
         self.assertEqual((None, ['node2', 'node3']), (shell.own_index, shell.node_names))
 
-    # What is stated in the environment -> what each of two nodes has, where Slurm cannot be asked.
-    STATED = (
-        ({'SLURM_MEM_PER_NODE': '2000'}, [(4, 2000, '')] * 2),
-        ({'SLURM_MEM_PER_CPU': '100', 'SLURM_JOB_CPUS_PER_NODE': '4,2', 'SLURM_JOB_GPUS': '0,1'}, [(4, 400, '0,1'), (2, 200, '0,1')]),
-        ({'SLURM_JOB_CPUS_PER_NODE': None, 'SLURM_MEM_PER_NODE': 'x'}, [(1, 7000, '')] * 2))
-
-    def test_what_slurm_and_the_environment_do_not_say_is_that_of_this_node(self):
-        whole, seven = self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES='), {'SC_PAGE_SIZE': 1 << 20, 'SC_PHYS_PAGES': 7000}
-        with unittest.mock.patch('os.sysconf', seven.get):
-            for node, sizes in ((self.NODES, [8000, 5000]), (self.AWAY, [7000, 7000])):
-                found, _ = self.find(slurm_environment(), job=whole, node=node)
-                self.assertEqual([(4, size, '') for size in sizes], self.sizes(found.sizes))
-                self.assertEqual(['scontrol', 'show', 'node', '-o', 'node2,node3'], self.slurm.calls[1])
-            for changes, sizes in self.STATED:
-                with self.subTest(changes):
-                    environment = slurm_environment(SLURM_JOB_END_TIME='1795375000', SLURM_RESTART_COUNT='1', **changes)
-                    found, notice = self.find(environment, job=self.AWAY)
-                    self.assertEqual((['node2', 'node3'], sizes, 1795375000.0, 1),
-                                     (found.node_names, self.sizes(found.sizes), found.end_time, found.restart_count))
-                    self.assertIn('Slurm cannot be asked about job 5: slurm_load_jobs error: Unable to contact', notice)
+    def test_what_slurm_does_not_say_is_that_of_this_node(self):
+        whole = self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES=')
+        for node, sizes in ((self.NODES, [8000, 5000]), (self.AWAY, [7000, 7000])):
+            found, _ = self.find(slurm_environment(), job=whole, node=node)
+            self.assertEqual([(4, size, '') for size in sizes], self.sizes(found.sizes))
+            self.assertEqual(['scontrol', 'show', 'node', '-o', 'node2,node3'], self.slurm.calls[1])
+        environment = slurm_environment(SLURM_JOB_END_TIME='1795375000', SLURM_RESTART_COUNT='1')
+        found, notice = self.find(environment, job=self.AWAY)
+        self.assertEqual((['node2', 'node3'], [self.HERE] * 2, 1795375000.0, 1), (found.node_names, found.sizes, found.end_time, found.restart_count))
+        self.assertIn('Slurm cannot be asked about job 5: slurm_load_jobs error: Unable to contact', notice)
 
     # A step's variables also come along with what a batch script or salloc has inherited: the title of slurmstepd counts.
     STEPS = rows_of("""
         title          variables  subtask  nodes        cpus  mib   because
         -              no         no       node2,node3  4     4000  no srun has started us
         5.batch        yes        no       node2,node3  4     4000  inherited
-        5.7            yes        no       node3        1     1000  one of two tasks
-        5.7            no         no       node3        4     4000  its variables were removed
+        5.7            yes        no       node3        1     1000  one task, bound to one CPU
+        5.7            no         no       node3        1     1000  its variables were removed
         -              yes        no       node3        1     1000  titles are hidden
         5.interactive  yes        no       node2,node3  4     4000  the shell of salloc
         5.batch        no         yes      node3        4     4000  the script has started a runner on each node
         """)
 
-    def test_a_runner_that_srun_has_started_has_its_node_alone_or_the_share_of_its_task(self):
-        tasks = {'SLURM_STEP_ID': '7', 'SLURM_STEP_TASKS_PER_NODE': '2(x2)', 'SLURM_STEP_NODELIST': 'node[2-3]', 'SLURM_CPUS_ON_NODE': '2'}
+    def test_a_runner_that_srun_has_started_has_the_share_of_its_task(self):
         for row in self.STEPS:
             with self.subTest(row):
-                environment = slurm_environment(SLURMD_NODENAME='node3', **(tasks if row['variables'] == 'yes' else {}))
+                environment = slurm_environment(SLURMD_NODENAME='node3', SLURM_STEP_ID='7' if row['variables'] == 'yes' else None)
                 title = row['title'] and f"slurmstepd: [{row['title']}]"
                 found, _ = self.find(environment, title.encode(), row['subtask'] == 'yes', job=self.job())
                 names = row['nodes'].split(',')
@@ -15098,7 +14916,7 @@ class AllocationPartsTest(PartTest):
         JobState=RUNNING Restarts=1 EndTime=1009000         1000   yes   never
         """)
 
-    def test_the_end_is_followed_the_more_often_the_shorter_the_time_and_at_once_when_no_step_starts(self):
+    def test_the_end_is_followed_the_more_often_the_shorter_the_time(self):
         for row in self.LOOKS:
             with self.subTest(row), FakeClock().set() as clock:
                 context, slurm = self.allocation(), AnsweringSlurm()
@@ -15108,8 +14926,6 @@ class AllocationPartsTest(PartTest):
                 allocation, watch = context.allocation, torc.AllocationWatch(context, unittest.mock.Mock(query=query))
                 allocation.node_index = 3
                 self.assertEqual(100, watch.due() - clock.now)
-                allocation.refuses_steps = True
-                self.assertEqual(torc.DOUBT_S, watch.due() - clock.now)
                 watch.act(watch.due())
                 self.assertEqual([['scontrol', 'show', 'job', '-o', '5']], slurm.calls)
                 self.assertEqual((float(row['end']), row['over'] == 'yes'), (allocation.end_time - clock.time(), allocation.is_over))
@@ -15135,17 +14951,6 @@ class AllocationPartsTest(PartTest):
         context.options, context.in_steps = torc.RunnerOptions(num_cpus=1, memory_gb=1.0, num_gpus=0), False
         self.assertEqual(([torc.NodeSize(1, 1 << 30, ())], None), (torc.runner_nodes(context), context.allocation))
         self.assertIn('which is no node of Slurm job 5: start torc.py with srun', self.progress.messages[0])
-
-    def test_a_script_of_the_users_own_that_is_requeued_has_no_record(self):
-        client = unittest.mock.Mock()
-        torc.note_requeue(self.allocation(), client, AnsweringSlurm(job='JobId=5 JobState=PENDING Restarts=1 X=1').ask)
-        self.assertEqual([], client.mock_calls)
-
-    def test_work_is_left_for_an_allocation_while_jobs_are_ready_or_active(self):
-        for counts, is_left in (({'completed': 3}, False), ({'blocked': 2, 'pending_failed': 1}, False),
-                                ({'ready': 1}, True), ({'running': 1}, True), ({'pending': 1, 'completed': 9}, True)):
-            self.assertEqual(is_left, torc.is_work_left(counts))
-
 
 class InAllocationTest(RunnerCase):
     """A runner in this process that is told it is in a Slurm job: jobs are its processes (mode direct)."""
@@ -15349,14 +15154,6 @@ class AllocationRunnerTest(SlurmTest):
 class RunnerTest(RunnerCase):
     """Whole lives of a runner."""
 
-    def test_an_entry_of_the_runners_log_is_one_line(self):
-        os.mkdir(self.world.path('out'))
-        log = torc.RunLog(torc.OutputDirectory(self.world.path('out')), 'x.log')
-        log.write('Action failed: a\nINFO forged\x9b', value='b\n\tc\u202e')
-        log.close()
-        self.assertRegex(self.world.read('out/x.log'),
-                         r'\A[0-9T:.Z-]+ INFO Action failed: a\\nINFO forged\\x9b value=b\\n\tc\\u202e\n\Z')
-
     def test_a_childs_end_ends_a_wait_of_minutes_and_the_log_has_the_words_of_the_pages(self):
         self.create('sleep 1; echo a >> order', {'command': 'echo b >> order', 'depends_on': ['j1']},
                     {'command': 'echo c >> order; exit 3', 'depends_on': ['j2']}, resource_monitor={'enabled': False})
@@ -15392,43 +15189,32 @@ class RunnerTest(RunnerCase):
 
     # -------- output --------
 
-    # A job's own stdio, which inherits nothing, or what the workflow says of it by its name -> its files, each cut at 4 bytes.
+    # A job's own stdio, which inherits nothing, or what the workflow says of it by its name -> its files.
     STDIO = rows_of("""
-        own                           of workflow              exit  files   cut
-        -                             -                        0     -       output
-        -                             -                        1     .log    output
-        {"mode": "separate"}          -                        0     .e .o   stdout,stderr
-        {}                            -                        0     .e .o   stdout,stderr
-        {"delete_on_success": false}  -                        0     .e .o   stdout,stderr
-        -                             {"mode": "combined"}     0     .log    output
-        -                             {"mode": "no_stdout"}    0     .e      stderr
-        -                             {"mode": "no_stderr"}    1     .o      stdout
-        -                             {"mode": "none"}         0     -       -
+        own                           of workflow              exit  files
+        -                             -                        0     -
+        -                             -                        1     .log
+        {"mode": "separate"}          -                        0     .e .o
+        {}                            -                        0     .e .o
+        {"delete_on_success": false}  -                        0     .e .o
+        -                             {"mode": "combined"}     0     .log
+        -                             {"mode": "no_stdout"}    0     .e
+        -                             {"mode": "no_stderr"}    1     .o
+        -                             {"mode": "none"}         0     -
         """)
 
-    def test_stdio_modes_make_these_files_each_with_its_limit(self):
+    def test_stdio_modes_make_these_files(self):
         jobs = [{'command': f"echo 1234; echo 5678 >&2; exit {row['exit']}", **({'stdio': json.loads(row['own'])} if row['own'] else {})}
                 for row in self.STDIO]
         overrides = {f'j{number}': json.loads(row['of workflow']) for number, row in enumerate(self.STDIO, 1) if row['of workflow']}
         self.create(*jobs, execution_config={'stdio': {'mode': 'combined', 'delete_on_success': True}, 'job_stdio_overrides': overrides})
-        self.assertEqual(2, self.run_it(max_output_bytes=4).failed)
-        reasons = {row['job_id']: row.get('reason') or '' for row in self.client.rows('list_results', workflow_id=1)}
+        self.assertEqual(2, self.run_it().failed)
         for number, row in enumerate(self.STDIO, 1):
             with self.subTest(row):
                 stem = self.world.path('out', 'job_stdio', f'job_wf1_j{number}_r1_a1')
-                found = {path[len(stem):]: os.path.getsize(path) for path in glob.glob(glob.escape(stem) + '*')}
-                self.assertEqual(dict.fromkeys(row['files'].split(), 4), found)
-                self.assertEqual(row['cut'], ','.join(re.findall('(\\w+) was cut', reasons[number])))
-        self.assertEqual(1, ' '.join(self.progress.messages).count('output of jobs is cut off'))
-
-    def test_a_file_is_cut_while_its_job_goes_on_printing(self):
-        path = 'out/job_stdio/job_wf1_j1_r1_a1.o'
-        self.create(f'yes | head -c 300000; while test $(stat -c %s {path}) -gt 1000; do sleep 0.02; done; echo end', 'head -c 1000 /dev/zero')
-        with unittest.mock.patch.object(torc, 'CAP_LOOK_S', 0.05):
-            self.assertEqual(2, self.run_it(max_output_bytes=1000).completed)
-        self.assertEqual('y\n' * 500, self.stdio())
-        self.assertEqual({1: 'stdout was cut off at 1000B of 293.0KB (--max-output-bytes)', 2: None},
-                         {row['job_id']: row.get('reason') for row in self.client.rows('list_results', workflow_id=1)})
+                texts = {'.o': '1234\n', '.e': '5678\n', '.log': '1234\n5678\n'}
+                self.assertEqual({ending: texts[ending] for ending in row['files'].split()},
+                                 {path[len(stem):]: read_text(path) for path in glob.glob(glob.escape(stem) + '*')})
 
     def test_the_files_of_jobs_get_the_users_umask(self):
         self.addCleanup(os.umask, os.umask(0o027))
@@ -15509,7 +15295,9 @@ class RunnerTest(RunnerCase):
             if number % 2:
                 raise torc.Unreachable('lost')
         self.client.after = lose
-        self.assertEqual(20, self.run_it().completed)
+        with unittest.mock.patch.object(torc, 'MAX_COMPLETIONS_PER_REQUEST', 2):
+            self.assertEqual(20, self.run_it().completed)
+        self.assertEqual(2, max(len(request['completions']) for request in self.client.requests))
         self.assertEqual(sorted(map(str, range(1, 21))), sorted(self.world.read('ran').split()))
         self.assertTrue(any('held' in request for request in self.client.requests))
 
@@ -15662,9 +15450,8 @@ class RunnerTest(RunnerCase):
 
     def test_a_quota_or_no_room_for_processes_stops_claims_until_a_try_succeeds(self):
         for owner, name, error, said in (
-                (torc, 'create_file', OSError(errno.EDQUOT, 'Disk quota exceeded'),
-                 ['{} cannot be written to (Disk quota exceeded); ' + self.LOST, '{} can be written to again: jobs are started']),
-                (torc.Launcher, 'start', OSError(errno.EAGAIN, 'no room'), ['no job can be started at present: [Errno 11] no room'])):
+                (torc, 'create_file', OSError(errno.EDQUOT, 'Disk quota exceeded'), '[Errno 122] Disk quota exceeded'),
+                (torc.Launcher, 'start', OSError(errno.EAGAIN, 'no room'), '[Errno 11] no room')):
             with self.subTest(name):
                 self.setUp()
                 self.create('true', {'command': 'true', 'depends_on': ['j1']})
@@ -15677,8 +15464,7 @@ class RunnerTest(RunnerCase):
                 with unittest.mock.patch.object(owner, name, fail_once):
                     self.run_it()
                 self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
-                path = 'the output directory ' + self.world.path('out')
-                self.assertEqual([text.format(path) for text in said], self.progress.messages)
+                self.assertEqual(['no job can be started at present: ' + said], self.progress.messages)
 
     def test_a_job_that_sigkill_does_not_end_keeps_its_slot_and_nothing_more_is_started(self):
         self.create('echo $$ > pid; exec sleep 1000', {'command': 'until test -e go; do sleep 0.02; done', 'priority': 1}, 'touch ran')
@@ -15870,13 +15656,13 @@ class OfflineDrainTest(RunnerCase):
         self.assertEqual([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], self.results())
 
     def test_what_an_action_has_done_is_kept_and_it_is_not_carried_out_again(self):
-        for jobs, kept in ((('true', self.UNTIL.format(1)), '1 job that ended meanwhile and '), (('true',), '')):
+        for jobs, kept in ((('true', self.UNTIL.format(1)), '1 job and '), (('true',), '')):
             self.setUp()
             self.create(*jobs, **self.NO_WINDOW, actions=[{'trigger_type': 'on_jobs_complete', 'jobs': ['j1'], 'action_type': 'run_commands',
                                                            'commands': ['echo x >> acted; exit 3']}])
             self.is_away = lambda: self.has('out/acted')
             error = self.run_offline()
-            self.assertEqual(f"nobody there\n{kept}1 result of actions, kept in {error.details['journal']}", error.message)
+            self.assertEqual(f"nobody there\n{kept}1 action that ended meanwhile, kept in {error.details['journal']}", error.message)
             entries, problem, left = torc.read_journal(error.details['journal'])
             self.assertEqual(('', len(jobs) - 1), (problem, len(entries)))
             for _ in range(2):
@@ -15913,7 +15699,7 @@ class OfflineDrainTest(RunnerCase):
                     self.assertEqual([(1, 1, 0, 'completed')], self.results())
                 else:
                     said = self.run_offline().message.partition('\n')[2]
-                    lost = '1 ended job could not be reported, nor kept on disk: j1'
+                    lost = 'these ends could not be reported, nor kept on disk: j1'
                     self.assertEqual((cure == 'none', {} if cure == 'none' else {1: ('completed', 0)}), (said == lost, self.ends()))
 
     def test_the_journal_of_an_earlier_outage_has_all_in_the_end(self):
@@ -18687,11 +18473,11 @@ class RunTest(CommandTest):
     def test_runner_options_come_from_the_command_line(self):
         args = torc.parse_command_line(shlex.split(
             'run 1 -o out -p 1 --num-cpus 2 --memory-gb 1.5 --num-gpus 0 --max-parallel-jobs 3 --claim-backoff-max-secs 9 --time-limit PT1M --label a,b '
-            '--persistent --max-output-bytes 100m')).args
+            '--persistent')).args
         options = torc.runner_options(args)
-        self.assertEqual(('out', 1.0, 2, 1.5, 0, 3, ['a', 'b'], True, 9.0, 100 << 20), (
+        self.assertEqual(('out', 1.0, 2, 1.5, 0, 3, ['a', 'b'], True, 9.0), (
             options.output_dir, options.poll_interval_s, options.num_cpus, options.memory_gb, options.num_gpus, options.max_parallel_jobs,
-            list(options.labels), options.is_persistent, options.claim_backoff_max_s, options.max_output_bytes))
+            list(options.labels), options.is_persistent, options.claim_backoff_max_s))
         self.assertLess(abs(options.end_time - time.time() - 60), 5)
 
     def test_the_exit_code_follows_from_all_jobs_of_the_workflow_whoever_ran_them(self):
@@ -21655,7 +21441,7 @@ class ParserTest(unittest.TestCase):
             ('run 1 --num-cpus 0', '--num-cpus: 0 is less than 1'),
             ('run 1 -p inf', "-p/--poll-interval: 'inf' is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M"),
             ('admin api-stats --window 1.5', "--window: '1.5' is not a whole number of seconds"),
-            ('run 1 --max-output-bytes much', "--max-output-bytes: 'much' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"),
+            ('run 1 --memory-gb much', "--memory-gb: 'much' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"),
             ('run 1 -p -1', '-p/--poll-interval: -1 is less than 0.01'),
             ('run 1 --memory-gb 99999999999999', "--memory-gb: '99999999999999' is more memory than can be counted"),
             ('run 1 -p 99999999999999999999', "-p/--poll-interval: '99999999999999999999' is longer than can be counted"),
@@ -23086,7 +22872,7 @@ class OutputTest(FlowTest):
         ask(ann, 0, '--db', 'ann.db', 'run', '-o', 'of_ann', self.spec)
         ask(bob, 4, '--db', 'ann.db', 'status', 1, says=f'belongs to user {ann}: ')
         os.chmod(os.path.join(group, 'of_ann'), 0o755)
-        ask(ann, 2, '--db', 'ann.db', 'run', '-o', 'of_ann', self.spec, says=f'is read-only: it belongs to user {OTHER_UID + 2}: name ')
+        ask(ann, 2, '--db', 'ann.db', 'run', '-o', 'of_ann', self.spec, says='is read-only: name ')
         os.chmod(os.path.join(group, 'of_ann'), 0o700)
         ask(ann, 4, '--db', 'ann.db', 'logs', '-o', 'of_ann', 1, says='cannot be read (Permission denied)')
         for name in ('torc_output/torc.db', 'torc_output/torc.db.token', 'ann.db'):
@@ -23107,34 +22893,6 @@ class OutputTest(FlowTest):
         self.world.write('go', '')
         os.rename(self.world.path('away'), self.world.path('torc_output'))
         self.assertExit(0, runner.finish(), 'is complete', '6 completed')
-
-    def test_what_was_cut_off_stands_in_status_logs_and_results(self):
-        outcome = self.world.cli('exec', '--max-output-bytes', '4', '-c', 'echo 12345', '-c', 'echo 12345; exit 2')
-        cut = 'stdout was cut off at 4B of 6B (--max-output-bytes)'
-        self.assertExit(1, outcome, 'output of jobs is cut off', f'x job2 (return code 2): 12345; {cut}', f'+ job1: {cut}')
-        self.assertExit(0, self.world.main('status', 1), f'+ job1: {cut}', f'job2 (return code 2): 12345; {cut}')
-        self.assertExit(0, self.world.main('logs', 1, 'job1'), f'torc: job job1 completed: {cut}')
-        self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 12345; {cut} <==\n1234')
-        self.assertEqual({cut, '12345; ' + cut}, {row['reason'] for row in self.ask_json('results', 'list', 1)['items']})
-
-    @slow
-    def test_three_hundred_jobs_at_once_are_capped_with_a_thousand_descriptors(self):
-        spec = self.world.write('w.yaml', """
-            name: w
-            resource_requirements: [{name: none, num_cpus: 1, memory: 1m, runtime: PT5M}]
-            jobs:
-              - {name: "j{i}", parameters: {i: "1:300"}, resource_requirements: none,
-                 command: "head -c 5000 /dev/zero; : > up{i}; until test -e go; do sleep 0.2; done"}
-            """)
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
-        runner = self.world.start('run', '-p', 0.2, '--num-cpus', 300, '--memory-gb', 4, '--max-output-bytes', 1000, spec)
-        self.world.wait(lambda: len(glob.glob(glob.escape(self.world.directory) + '/up*')) == 300, 90, 'the jobs', [runner])
-        self.world.write('go', '')
-        self.assertExit(0, runner.finish(90), '300 completed')
-        sizes = [os.path.getsize(path) for path in glob.glob(glob.escape(self.world.path('torc_output', 'job_stdio')) + '/*.o')]
-        self.assertEqual([1000] * 300, sizes)
 
     @slow
     def test_a_hundred_thousand_jobs_are_not_failed_by_a_full_disk(self):

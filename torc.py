@@ -19080,8 +19080,7 @@ SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 MAX_SERIES_ROWS = 200000    # that wait to be written
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
-LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
-CAP_LOOK_S = 1.0                    # ... and at what jobs have printed
+LOOK_S = 1.0                        # between looks whether the output directory is there, and not full
 PAUSE_S = (1.0, 60.0)               # the first and the longest while nothing can be started
 TAKEN = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG))     # the fault of one name
 
@@ -19098,7 +19097,6 @@ class RunnerOptions(Row):
     labels: Sequence[str] = ()
     is_persistent: bool = False
     claim_backoff_max_s: float = DEFAULT_CLAIM_BACKOFF_MAX_S
-    max_output_bytes: Optional[int] = None      # of each file in job_stdio; what is more is cut off
     is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
     record_id: Optional[int] = None     # of the allocation, where its script says it
     is_strict: bool = False     # no jobs of other schedulers than that of the allocation
@@ -19333,7 +19331,6 @@ class Attempt:
         self.completion = {}            # type: Dict[str, Any]  # from its verdict on
         self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
-        self.cut = {}                   # type: Dict[str, int]  # stdout, say -> bytes that were cut off of it
         self.script = ''                # that is to run before it is tried again
         self.script_process = None      # type: Optional[Process]  # ... as soon as it does
         self.limit_at = math.inf        # monotonic; its own timeout is over
@@ -19552,7 +19549,7 @@ def take_output_dir(directory: str, database: Dict[str, Any]) -> str:
 
 
 class OutputDirectory:
-    """An output directory and its job_stdio, and why nothing can be written there at present."""
+    """An output directory and its job_stdio."""
 
     def __init__(self, path: str) -> None:
         """Make what is missing. OSError, or Denied."""
@@ -19561,40 +19558,26 @@ class OutputDirectory:
         make_directory(self.path)
         self.prepare()
         self.database_id = read_output_record(self.path).get('id')
-        self.loss = 'not looked at yet'     # why nothing can be written there, as last seen; '': it can
-        self.is_full = False                # ... since its disk is full
-        self.look()
 
     def prepare(self) -> None:
         """Make job_stdio if it is missing. OSError, or Denied if all users could replace what is written."""
         refuse_public_directory(self.path, '-o DIR')
         refuse_public_directory(make_subdirectory(self.path, 'job_stdio'), '-o DIR')
 
-    def look(self, error: Optional[OSError] = None) -> str:
-        """See anew why nothing can be written there, '' if all is well. `error`: a file could not be made."""
-        self.look_at = time.monotonic() + LOOK_S    # before a start it is looked at again
-        where, tries, self.is_full = f'the output directory {self.path}', bool(self.loss or error), False
+    def loss(self) -> str:
+        """Why nothing can be written there at present, as far as can be seen without a try; '': it can."""
+        where = f'the output directory {self.path}'
         try:
             self.prepare()
-            places = (self.path, self.stdio)
-            self.is_full = is_disk_full(self.stdio)
-            if not all(os.access(path, os.W_OK | os.X_OK) for path in places):
-                found = os.stat(self.path)
-                whose = '' if found.st_uid == os.geteuid() else f': it {describe_owner(found)}'
-                self.loss = f'{where} is read-only{whose}'
-            elif self.is_full:
-                self.loss = f'the disk of {where} is full'
-            else:
-                for path in places if tries else ():    # quotas and strange file systems show in no other way
-                    tempfile.TemporaryFile(dir=path).close()
-                self.loss = f'{where} cannot be written to ({error.strerror})' if error else ''
+            if not all(os.access(path, os.W_OK | os.X_OK) for path in (self.path, self.stdio)):
+                return f'{where} is read-only'
+            return f'the disk of {where} is full' if is_disk_full(self.stdio) else ''
         except FileNotFoundError:
-            self.loss = f'{where} is gone'
-        except OSError as other:
-            self.loss = f'{where} cannot be written to ({other.strerror})'
+            return f'{where} is gone'
+        except OSError as error:
+            return f'{where} cannot be written to ({error.strerror})'
         except Denied as refused:
-            self.loss = refused.message
-        return self.loss
+            return refused.message
 
 
 class RunLog:
@@ -19748,18 +19731,17 @@ class NodeContext:
         self.log.write(message, level)
         self.progress.on_message(printable(message))
 
-    def say_once(self, message: str, introduction: str = '', level: str = 'info', name: str = '') -> None:
-        """Say it unless all its parts were said before of that name, if there is one, perhaps with other
-        numbers: the time left shrinks."""
-        forms = {name + form for form in re.sub('[0-9]+', '0', message).split('; ')}
+    def say_once(self, message: str, introduction: str = '', level: str = 'info') -> None:
+        """Say it unless all its parts were said before, perhaps with other numbers: the time left shrinks."""
+        forms = set(re.sub('[0-9]+', '0', message).split('; '))
         if not forms <= self.said:
             self.said |= forms
-            self.say(introduction + name + message, level)
+            self.say(introduction + message, level)
 
     def pause(self, reason: str = '') -> None:
         """Nothing can be started now, by no job's fault: later, and later each time."""
         if reason:
-            self.say_once(reason, 'no job can be started at present: ')
+            self.say_once(reason, 'no job can be started at present: ', 'warning')
         now = time.monotonic()
         if now > self.not_before + self.pauses.most_s:      # the last pause is long over
             self.pauses.reset()
@@ -19781,19 +19763,10 @@ class Pace:
         self.has_told = False               # the last request reported something: none that may be kept
         self.waits_s = 0.0                  # so long the server may keep the request that is out
 
-    def on_claim(self) -> None:
-        """Jobs were claimed."""
-        self.has_progressed, self.worked_at = True, time.monotonic()
-
     def on_end(self) -> None:
         """A job has ended here."""
         self.has_progressed = True
         self.ended_at = self.worked_at = time.monotonic()
-
-    def on_return(self) -> None:
-        """The server answers again, and hears only now of what has ended: an outage is no idleness."""
-        self.worked_at, self.has_progressed = time.monotonic(), True
-        self.ended_at = self.ended_at if self.ended_at == -math.inf else self.worked_at
 
     def plan_wait(self, wants: bool, tells: bool, most_s: float) -> None:
         """Before a request: once one that wanted jobs got none, the server may keep the next for a while."""
@@ -19923,11 +19896,6 @@ class ServerLink(Part):
         if self.state == 'online':
             self.planned_at = min(self.planned_at, time.monotonic() + delay_s)
 
-    def report_batch(self) -> None:
-        """The same for a completion: at once where slots would stay empty, else with those that follow."""
-        has_work = len(self.attempts.by_state['claimed']) >= self.ledger.slots
-        self.report_soon(max(0.0, self.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
-
     def give_back(self, attempts: Sequence[Attempt]) -> None:
         """Claimed jobs that are not started: others may have them."""
         for attempt in attempts:
@@ -19946,8 +19914,9 @@ class ServerLink(Part):
         lease_ends_at = read_clocks().running + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
         context.node_id, self.times_opened = created['id'], self.client.times_opened
-        if context.allocation is not None:
-            context.allocation.take_record(created)
+        if context.allocation is not None:      # the server has found its record
+            context.allocation.record_id = created['scheduler'].get('scheduler_id')
+            context.allocation.scheduler_config_id = created.get('scheduler_config_id')
         self.lease_ends_at = lease_ends_at
         context.variables = common_variables(self.client, context.workflow, context.output.path)
         context.log.write(f'Job runner starting workflow_id={context.workflow_id}', run_id=context.run_id,
@@ -20097,7 +20066,9 @@ class ServerLink(Part):
         self.is_doubtful, self.lease_ends_at = False, self.promised_until
         for kind, count in self.sent.items():
             del self.outbox[kind][:count]       # what came up meanwhile stays
-        self.set_online()
+        if self.state != 'online':
+            self.set_online(now)
+        self.retries.reset()
         self.answer, self.num_answers = answer, self.num_answers + 1
         return answer
 
@@ -20113,16 +20084,14 @@ class ServerLink(Part):
 
     # ---- a server that does not answer ----
 
-    def set_online(self) -> None:
-        """The server has answered."""
-        self.retries.reset()
-        if self.state != 'online':
-            self.state = 'online'
-            self.pace.on_return()
-            elapsed = format_elapsed(time.monotonic() - self.silent_since)
-            self.context.say(f'the server answers again after {elapsed}')
-            if self.context.variables:      # its address may be another one now, for jobs that ask it
-                self.context.variables['TORC_API_URL'] = self.client.url
+    def set_online(self, now: float) -> None:
+        """The server answers again, and hears only now of what has ended: an outage is no idleness."""
+        self.state, pace = 'online', self.pace
+        pace.worked_at, pace.has_progressed = now, True
+        pace.ended_at = pace.ended_at if pace.ended_at == -math.inf else now
+        self.context.say(f'the server answers again after {format_elapsed(now - self.silent_since)}')
+        if self.context.variables:      # its address may be another one now, for jobs that ask it
+            self.context.variables['TORC_API_URL'] = self.client.url
 
     def on_no_answer(self, error: TorcError) -> None:
         """Children go on, and the server is asked again: a new connection finds one that is back."""
@@ -20498,41 +20467,6 @@ class Actions(Part):
             self.context.progress.on_message(printable(text))
 
 
-class OutputCap:
-    """Cuts what jobs print where it goes beyond --max-output-bytes, while they run and when they have ended.
-
-    A file may be longer between two looks. RLIMIT_FSIZE would end the job (SIGXFSZ), and would also limit
-    what it writes elsewhere (getrlimit(2)). Jobs write at the end of their files (O_APPEND), without holes.
-    """
-
-    def __init__(self, limit_bytes: Optional[int], attempts: Attempts) -> None:
-        self.limit_bytes = limit_bytes      # of each file; None: there is no limit
-        self.attempts = attempts
-        self.look_at = math.inf if self.limit_bytes is None else 0.0    # monotonic
-
-    def due(self) -> float:
-        """The next look, as long as jobs run."""
-        return self.look_at if self.attempts.count('running') else math.inf
-
-    def act(self, now: float) -> None:
-        """Look at all files, for a small part of the time: a slow file system is asked less often."""
-        if now >= self.look_at:
-            for attempt in self.attempts.of('running'):
-                self.cut(attempt)
-            self.look_at = now + max(CAP_LOOK_S, 50 * (time.monotonic() - now))
-
-    def cut(self, attempt: Attempt) -> None:
-        """Cut the files of an attempt."""
-        files = {attempt.stderr: 'stderr', attempt.stdout: 'stdout'}
-        for path, name in files.items() if self.limit_bytes is not None else ():
-            with contextlib.suppress(OSError, TypeError):       # it is gone, or its disk; or there is none
-                found = os.lstat(path)
-                if stat.S_ISREG(found.st_mode) and found.st_size > self.limit_bytes:
-                    os.truncate(path, self.limit_bytes)
-                    name = name if len(files) == 2 else 'output'
-                    attempt.cut[name] = attempt.cut.get(name, 0) + found.st_size - self.limit_bytes
-
-
 class Completions(Part):
     """Ends of attempts: judged, tried again or not, reported, and counted when they are acknowledged."""
 
@@ -20543,7 +20477,6 @@ class Completions(Part):
         self.attempts = policy.attempts
         self.starter = starter
         self.measure = measure      # what jobs use: Monitor, or Accounting where they are steps
-        self.cap = OutputCap(context.options.max_output_bytes, self.attempts)
         self.link = link
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         self.outputs = {}       # type: Dict[int, str]  # files whose hashes the RO-Crate wants: id -> path
@@ -20554,11 +20487,10 @@ class Completions(Part):
         """When an end can be judged that was put off, or a recovery script begin."""
         is_waiting = self.link.has_lease and any(
             attempt.script_process is None for attempt in self.attempts.by_state['recovering'])
-        return min(self.judge_at, self.cap.due(), self.context.not_before if is_waiting else math.inf)
+        return min(self.judge_at, self.context.not_before if is_waiting else math.inf)
 
     def act(self, now: float) -> None:
         """Judge what could not be judged before, and start recovery scripts, if the jobs are still ours."""
-        self.cap.act(now)
         self.judge_at = math.inf
         for attempt in self.attempts.of('ended'):
             self.judge(attempt)
@@ -20609,9 +20541,8 @@ class Completions(Part):
         if allocation is not None and allocation.canceled and verdict.status == 'terminated' \
                 and not verdict.is_interrupted:
             verdict = Verdict('failed', ORPHAN_RETURN_CODE, allocation.canceled)
-        output = self.context.output
-        if verdict.status == 'failed' and not verdict.message and output.look() and output.is_full:
-            verdict = verdict._replace(message=output.loss)
+        if verdict.status == 'failed' and not verdict.message:
+            verdict = verdict._replace(message=self.context.output.loss())
         self.on_verdict(attempt, verdict)
 
     def on_verdict(self, attempt: Attempt, verdict: Verdict) -> None:
@@ -20632,7 +20563,6 @@ class Completions(Part):
         if verdict.status != 'completed':
             completion['reason'] = attempt.reason = printable(verdict.message) or explain_end(
                 attempt.end, attempt.stdout, attempt.stderr)
-        self.report_cuts(attempt)
         if verdict.is_interrupted or verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
             completion['interrupted'] = True
         is_own = attempt.stopped_for in ('', 'deadline', 'memory', 'timeout') and not verdict.is_interrupted
@@ -20640,18 +20570,6 @@ class Completions(Part):
             self.try_again(attempt)
         if attempt.state == 'ended':
             self.report(attempt)
-
-    def report_cuts(self, attempt: Attempt) -> None:
-        """Add to the reason of an end, also a good one, what was cut off of its output."""
-        self.cap.cut(attempt)
-        limit_bytes = self.cap.limit_bytes
-        cuts = '; '.join(f'{name} was cut off at {format_memory(limit_bytes)} of '
-                         f'{format_memory(limit_bytes + num_bytes)} (--max-output-bytes)'
-                         for name, num_bytes in sorted(attempt.cut.items(), reverse=True))
-        if cuts:
-            attempt.completion['reason'] = attempt.reason = '; '.join(filter(None, [attempt.reason, cuts]))
-            self.context.log.write(f'Job output: {cuts}', 'warning', **self.context.names(attempt))
-            self.context.say_once('output of jobs is cut off (--max-output-bytes); `status` names them')
 
     def try_again(self, attempt: Attempt) -> None:
         """Consult the failure handler."""
@@ -20720,7 +20638,9 @@ class Completions(Part):
             'Job completed', **self.context.names(attempt), return_code=completion['return_code'],
             status=completion['status'], exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}",
             reason=completion.get('reason'))
-        self.link.report_batch()
+        # At once where slots would stay empty, else with those that follow.
+        has_work = len(self.policy.backlog) >= self.policy.ledger.slots
+        self.link.report_soon(max(0.0, self.link.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
 
     def on_answer(self, sent: Sequence[Attempt], answer: Dict[str, Any]) -> None:
         """The server has taken in what was sent, or refused it."""
@@ -20766,7 +20686,8 @@ class Dispatcher(Part):
         self.actions = actions
         self.may_claim = False      # jobs are asked for
         self.is_paused = False      # nothing could start when this was last looked at
-        self.reported_loss = ''     # of the output directory
+        self.look_at = 0.0          # monotonic; at the output directory
+        self.loss = ''              # ... why nothing could be written there
         self.has_timeouts = bool(context.config['timeout'] or context.config['job_timeouts'])
 
     def due(self) -> float:
@@ -20799,27 +20720,22 @@ class Dispatcher(Part):
 
     def is_held(self, now: float) -> bool:
         """Whether nothing may start at present, by no job's fault."""
-        context, output = self.context, self.context.output
-        if now >= context.not_before and (self.is_paused or output.loss
-                                          or self.policy.backlog and now >= output.look_at):
-            self.note_output(output.look())
-            if self.is_paused and not output.loss:
-                self.link.poll_now()
+        context, was_paused = self.context, self.is_paused
+        if now >= context.not_before and (was_paused or self.policy.backlog and now >= self.look_at):
+            self.look_at, loss = now + LOOK_S, context.output.loss()
+            if loss and loss != self.loss:
+                context.say(f'{loss}; no more jobs are started until that is repaired', 'warning')
+            elif self.loss and not loss:
+                context.say('the output directory can be written to again: jobs are started')
+            self.loss = loss
+            if loss:
+                context.pause()
+        self.is_paused = now < context.not_before
+        if was_paused and not self.is_paused:
+            self.link.pace.worked_at = now
+            self.link.poll_now()
         # What SIGKILL does not end sleeps in the kernel, mostly on a lost file system: it would have company.
-        self.is_paused = time.monotonic() < context.not_before
         return self.is_paused or bool(self.starter.launcher.unkillable)
-
-    def note_output(self, loss: str) -> None:
-        """Say whether output can be written, if that has changed; make a pause if it cannot."""
-        context, path = self.context, self.context.output.path
-        if loss:
-            context.pause()
-        if loss and loss != self.reported_loss:
-            context.say(f'{loss}; no more jobs are started until that is repaired', 'warning')
-        elif self.reported_loss and not loss:
-            context.say(f'the output directory {path} can be written to again: jobs are started')
-            self.link.pace.worked_at = time.monotonic()
-        self.reported_loss = loss
 
     def want(self) -> Optional[Dict[str, Any]]:
         """The work to ask for."""
@@ -20834,8 +20750,8 @@ class Dispatcher(Part):
         rules = {None: (), **dict(enumerate(answer['handlers']))}
         for job in answer['jobs']:      # in the server's order
             self.attempts.add(Attempt(job, kinds[job['kind']], rules[job['failure_handler']]))
-        self.policy.moved_at = time.monotonic()
-        self.link.pace.on_claim()
+        self.policy.moved_at = self.link.pace.worked_at = time.monotonic()
+        self.link.pace.has_progressed = True
         if self.context.leaving:
             self.link.give_back(self.attempts.of('claimed'))
 
@@ -20863,15 +20779,13 @@ class Dispatcher(Part):
         return True
 
     def on_start_failure(self, attempt: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
-        """A start that failed: the node's fault, such as a srun that is gone, makes a pause; anything else
-        fails this job."""
+        """A start that failed: the node's fault, such as a quota, or a srun that is gone, makes a pause;
+        anything else fails this job."""
         self.policy.ledger.release(attempt.grant)
         number = getattr(error, 'errno', None)
-        if number in EXHAUSTION or number == errno.ENOENT and len(outputs) == 2:
+        is_disk = len(outputs) < 2 and number is not None and number not in TAKEN
+        if is_disk or number in EXHAUSTION or number == errno.ENOENT:
             self.context.pause(str(error))
-            return False
-        if len(outputs) < 2 and number is not None and number not in TAKEN:
-            self.note_output(self.context.output.look(error))
             return False
         self.completions.on_start_failure(attempt, f'cannot be started: {error}')
         return True
@@ -21404,7 +21318,8 @@ class SlurmStarter(Part):
         step.text = explain_step_failure(text)
         names = self.allocation.node_names      # several of them may go on without one (--no-kill)
         for name in set(read_lost_nodes(text)).intersection(names):
-            self.context.say_once('has failed: no more jobs are started on it', name=f'node {name} ')
+            if names.index(name) not in self.ledger.lost:
+                self.context.say(f'node {name} has failed: no more jobs are started on it')
             self.ledger.lose(names.index(name))
         if end.signal_number and step.number and notes.return_code is None:
             self.end_orphan(attempt)
@@ -21452,7 +21367,6 @@ class SlurmStarter(Part):
             message = ': '.join(filter(None, (message, step.notes.failure or step.text)))
         if kind in ('no step', 'no start') and not attempt.stopped_for:
             self.context.pause(message)
-            self.allocation.refuses_steps = True
         return Verdict('terminated' if is_interrupted else outcome.status,
                        config['oom_exit_code'] if kind == 'memory' else code, message, is_interrupted)
 
@@ -21499,8 +21413,8 @@ def choose_mode(context: NodeContext) -> bool:
 # What measures steps, with the public names of the Monitor (16d). One sstat samples all steps, one sacct
 # reads all that have ended, and neither is waited for: however many steps there are, there is at most an
 # sstat each sample, and a sacct each SACCT_PAUSE_S while the end of a job cannot be judged without it, else
-# each SACCT_BATCH_S. A program that takes long is asked less often. What a controller or an accounting that
-# is down does not say is missing in the results, and nothing else happens.
+# each SACCT_BATCH_S. Intervals begin with an answer. What a controller or an accounting that is down does not
+# say is missing in the results, and nothing else happens.
 
 STEP_QUERY_S = 30.0         # limit of sstat
 MAX_NAMED_STEPS = 5000      # in a command line, of which Linux allows 128 kB a word
@@ -21510,7 +21424,6 @@ SACCT_FIRST_S = 1.0         # after the end of a step: before, slurmdbd(8) hardl
 SACCT_BATCH_S = 30.0        # between calls of which nobody waits for an answer
 SACCT_QUERY_S = 30.0
 LAST_SACCT_S = 2.0          # before the runner must be gone it waits for no record any more
-PATIENCE = 10               # a program is left alone so many times as long as it took
 
 
 class Accounting(Part):
@@ -21525,7 +21438,6 @@ class Accounting(Part):
         # Times are monotonic. While an answer is out these two are infinite.
         self.sample_at = 0.0 if monitor.settings.jobs else math.inf     # the next sstat
         self.replied_at = -math.inf     # the last answer of sacct
-        self.rest_s = SACCT_PAUSE_S     # ... and so long it is left alone at least
         self.ended = {}                 # type: Dict[Attempt, Step]  # of which sacct is still to be asked
         self.failures = 0.0             # of sacct, in a row; infinite: there is no accounting here
         self.rows = []                  # type: List[Dict[str, Any]]  # of slurm_stats: the loop takes them
@@ -21569,7 +21481,7 @@ class Accounting(Part):
         if self.context.leaving and not steps[-1].tries:
             return max(steps[-1].ended_at + SACCT_FIRST_S, self.replied_at)
         awaited = [step for step in steps if self.context.leaving or step.is_awaited and step.state is None]
-        first, rest_s = (awaited[0], self.rest_s) if awaited else (steps[0], SACCT_BATCH_S)
+        first, rest_s = (awaited[0], SACCT_PAUSE_S) if awaited else (steps[0], SACCT_BATCH_S)
         return max(first.ended_at + SACCT_FIRST_S, self.replied_at + rest_s)
 
     def give_up_at(self) -> float:
@@ -21590,7 +21502,7 @@ class Accounting(Part):
         if now >= self.asks_at():
             self.replied_at = math.inf
             self.call('sacct', ['-j', self.context.allocation.job_id], SACCT_FORMAT, SACCT_QUERY_S,
-                      functools.partial(self.on_records, now, list(self.ended)))
+                      functools.partial(self.on_records, list(self.ended)))
 
     def call(self, name: str, words: List[str], columns: str, limit_s: float,
              on_reply: Callable[[Reply], Any]) -> None:
@@ -21609,14 +21521,13 @@ class Accounting(Part):
         if len(asked) <= MAX_NAMED_STEPS:
             which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)]
         if asked:
-            self.call('sstat', which, SSTAT_FORMAT, STEP_QUERY_S,
-                      functools.partial(self.on_samples, now, asked))
+            self.call('sstat', which, SSTAT_FORMAT, STEP_QUERY_S, functools.partial(self.on_samples, asked))
 
-    def on_samples(self, asked_at: float, asked: Dict[str, Attempt], reply: Reply) -> None:
+    def on_samples(self, asked: Dict[str, Attempt], reply: Reply) -> None:
         """Take samples in; all count for the same moment. What goes wrong is passed over: mostly a step has
         just ended."""
         now, at, settings = time.monotonic(), int(time.time()), self.monitor.settings
-        self.sample_at = max(asked_at + settings.interval_s, now + PATIENCE * (now - asked_at))
+        self.sample_at = now + settings.interval_s
         for number, sample in read_step_samples(reply.out, set(asked)).items():
             attempt = asked[number]
             percent = attempt.step.usage.add(now, *sample)
@@ -21626,10 +21537,9 @@ class Accounting(Part):
 
     # ---- sacct ----
 
-    def on_records(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
+    def on_records(self, asked: Sequence[Attempt], reply: Reply) -> None:
         """Take in what is on record of steps that have ended. A runner that leaves waits for no figures."""
-        now = self.replied_at = time.monotonic()
-        self.rest_s = min(max(SACCT_PAUSE_S, PATIENCE * (now - asked_at)), SACCT_BATCH_S)
+        self.replied_at = time.monotonic()
         self.note_failure(reply)
         names = {attempt.step.name for attempt in asked}
         records = {} if reply.code else read_step_records(reply.out, names)
@@ -21669,10 +21579,9 @@ class Accounting(Part):
 # ======== 16g. Runner's allocation: the runner inside a Slurm job ========
 #
 # Finds out what the Slurm job around this runner is, which nodes it has, and follows its end. Where Slurm
-# cannot be asked, what the environment says counts.
+# cannot be asked, what the environment says counts, and other nodes are taken to be like this one.
 
 FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
-COUNTS_PER_NODE = Expression(r'([0-9]+)(?:\(x([0-9]+)\))?')
 SLURM_FACT = Expression(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 GRANTED = Expression(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = Expression(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
@@ -21680,7 +21589,6 @@ LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 END_LOOKS_S, END_PAUSE_S = 3.0, 0.3     # of looks at how it has ended: KillWait (30 s) goes on meanwhile
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
-DOUBT_S = 5.0               # ... when steps cannot be started
 SLURMSTEPD = Expression(rb'slurmstepd: \[[0-9]+\.([^\]\0]+)\]')
 
 
@@ -21698,7 +21606,6 @@ class Allocation:
         self.restart_count = 0
         self.record_id = None       # type: Optional[int]  # the scheduled_compute_node
         self.scheduler_config_id = None     # type: Optional[int]
-        self.refuses_steps = False  # Slurm has started none: perhaps the Slurm job is over
         # What AllocationWatch finds out; Shutdown follows it.
         self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
         self.is_over = False        # the Slurm job runs no longer
@@ -21720,11 +21627,6 @@ class Allocation:
             left = max(size.memory_bytes - RUNNER_MEMORY_BYTES, least, size.memory_bytes // 2)
             self.sizes[self.own_index] = size._replace(memory_bytes=left)
 
-    def take_record(self, node: Dict[str, Any]) -> None:
-        """The server has found the record of this allocation: its compute node says so."""
-        self.record_id = node['scheduler'].get('scheduler_id')
-        self.scheduler_config_id = node.get('scheduler_config_id')
-
     def scheduler(self) -> Dict[str, Any]:
         """What the compute node says of it, with Torc's names."""
         return {'type': 'slurm', 'scheduler_id': self.record_id, 'slurm_job_id': int(self.job_id),
@@ -21737,11 +21639,6 @@ class Allocation:
 
 
 # -------- what Slurm says of a job and its nodes --------
-
-
-def parse_node_counts(text: str) -> List[int]:
-    """'4(x2),2' -> [4, 4, 2]: SLURM_JOB_CPUS_PER_NODE, SLURM_STEP_TASKS_PER_NODE."""
-    return [int(count) for count, times in COUNTS_PER_NODE.findall(text) for _ in range(int(times or 1))]
 
 
 def read_slurm_facts(line: str) -> Dict[str, str]:
@@ -21790,18 +21687,6 @@ def read_count(*texts: str) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def stated_sizes(num_nodes: int) -> List[NodeSize]:
-    """What the environment says that a job has of its nodes, which are all taken to be like this one.
-
-    The memory stands there only if the job asked for so much, in megabytes; else it is 0: all there is.
-    """
-    counts = parse_node_counts(os.environ.get('SLURM_JOB_CPUS_PER_NODE', '')) or [1]
-    counts += counts[-1:] * (num_nodes - len(counts))
-    memory_mb, each_mb = [read_count(os.environ.get('SLURM_MEM_PER_' + name, '')) for name in ('NODE', 'CPU')]
-    return [NodeSize(count, (memory_mb or each_mb * count) << 20, tuple(named_devices() or ()))
-            for count in counts[:num_nodes]]
-
-
 def is_in_step() -> bool:
     """Whether srun(1) has started us; the shells of batch scripts and of salloc(1) are no such steps.
 
@@ -21812,17 +21697,6 @@ def is_in_step() -> bool:
     found = next(filter(None, map(SLURMSTEPD.match, titles)), None)
     number = found.group(1).decode() if found else os.environ.get('SLURM_STEP_ID', '')
     return number.isdigit() and int(number) < FIRST_SPECIAL_STEP
-
-
-def share_of_task(whole: NodeSize, node: str) -> NodeSize:
-    """What a step that a user has started by hand gives to each of its tasks on this node: CPUs, and of the
-    memory that the job has there so much as of its CPUs."""
-    tasks = parse_node_counts(os.environ.get('SLURM_STEP_TASKS_PER_NODE', ''))
-    places = expand_node_list(os.environ.get('SLURM_STEP_NODELIST', ''))
-    num_cpus = read_count(os.environ.get('SLURM_CPUS_ON_NODE', '')) or whole.num_cpus
-    num_cpus = max(1, num_cpus // max(1, dict(zip(places, tasks)).get(node, 1)))
-    return whole._replace(num_cpus=num_cpus,
-                          memory_bytes=whole.memory_bytes * num_cpus // max(whole.num_cpus, num_cpus))
 
 
 # -------- which job this is --------
@@ -21848,14 +21722,16 @@ def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
     found.task_pid = read_count(environment.get('SLURM_TASK_PID', '')) or found.task_pid
     listed = facts.get('NodeList') or environment.get('SLURM_JOB_NODELIST', '')
     found.node_names = expand_node_list(listed) or [host or socket.gethostname()]
-    found.sizes = find_sizes(found.node_names, read_granted_sizes(line))
+    here = measure_node(RunnerOptions())
+    found.sizes = find_sizes(found.node_names, read_granted_sizes(line), here)
     index = next((index for index, name in enumerate(found.node_names)
                   if name in (host, host.partition('.')[0])), None)
     found.own_index, found.node_index = index, index or 0
     if options.is_subtask or is_in_step():
         found.keep_own_node()
-    if found.is_subtask and not options.is_subtask:
-        found.sizes = [share_of_task(found.sizes[0], found.node_names[0])]
+    if found.is_subtask and not options.is_subtask:     # perhaps one of several tasks, each with its CPUs
+        size, num_cpus = found.sizes[0], min(found.sizes[0].num_cpus, here.num_cpus)
+        found.sizes = [NodeSize(num_cpus, size.memory_bytes * num_cpus // size.num_cpus, size.devices)]
     return found, '' if facts else f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
 
 
@@ -21867,15 +21743,15 @@ def find_job_obstacle(reply: Reply, facts: Dict[str, str]) -> str:
     return '' if state is None or state.is_live else f'that job {state.meaning}'
 
 
-def find_sizes(names: Sequence[str], granted: Dict[str, NodeSize]) -> List[NodeSize]:
-    """What a job has of its nodes. Where it has all memory, Slurm says how much that is, or this node."""
-    sizes = [granted.get(name, size) for name, size in zip(names, stated_sizes(len(names)))]
+def find_sizes(names: Sequence[str], granted: Dict[str, NodeSize], here: NodeSize) -> List[NodeSize]:
+    """What a job has of its nodes. Where it has all memory, Slurm says how much that is. Nodes of which
+    nothing is known are taken to be like this one."""
+    sizes = [granted.get(name, here) for name in names]
     known = {}      # type: Dict[str, int]
     if not all(size.memory_bytes for size in sizes):
         reply = ask_slurm(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
         known = read_listed_memory(reply.out)
-    here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return [size if size.memory_bytes else size._replace(memory_bytes=known.get(name, here))
+    return [size if size.memory_bytes else size._replace(memory_bytes=known.get(name, here.memory_bytes))
             for name, size in zip(names, sizes)]
 
 
@@ -21900,15 +21776,14 @@ def find_cancellation(job_id: str) -> str:
 class AllocationWatch(Part):
     """Follows the end of the Slurm job, which users and administrators may move (scontrol(1), TimeLimit).
 
-    A call for each tenth of the time that is left, at least each CHECK_END_S, and one when Slurm starts no
-    steps any more. What it finds stands in the Allocation.
+    A call for each tenth of the time that is left, at least each CHECK_END_S. What it finds stands in the
+    Allocation.
     """
 
     def __init__(self, context: NodeContext, launcher: Launcher) -> None:
         self.context = context
         self.launcher = launcher
-        self.asked_at = time.monotonic()
-        self.look_at = math.inf             # monotonic, too
+        self.look_at = math.inf             # monotonic
         self.errand = None                  # type: Optional[Errand]  # was it canceled?
         self.plan()
 
@@ -21928,16 +21803,15 @@ class AllocationWatch(Part):
 
     def due(self) -> float:
         """The next look."""
-        is_hurried = self.look_at < math.inf and self.context.allocation.refuses_steps
-        return min(self.look_at, self.asked_at + DOUBT_S) if is_hurried else self.look_at
+        return self.look_at
 
     def act(self, now: float) -> None:
         """Ask, if it is time."""
         allocation = self.context.allocation
         if self.errand is not None and self.errand.look():
             allocation.is_in_doubt, allocation.canceled = False, self.errand.result or ''
-        if now >= self.due():
-            self.asked_at, self.look_at, allocation.refuses_steps = now, math.inf, False
+        if now >= self.look_at:
+            self.look_at = math.inf
             argv = slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id)
             self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
 
@@ -22081,10 +21955,10 @@ class Shutdown(Part):
         self.log_killed(self.launcher.kill_due())
         for process in self.launcher.unkillable:    # it keeps its slot
             attempt = self.dispatcher.attempts.find(process)
-            name = f"{attempt.name if attempt else 'a script'}: "
+            name = attempt.name if attempt else 'a script'
             self.context.say_once(
                 f'{UNKILLABLE_S:g} s after SIGKILL something of it lives (uninterruptible sleep); '
-                'no more jobs are started until that has ended', level='warning', name=name)
+                'no more jobs are started until that has ended', f'{name}: ', 'warning')
 
     def follow_allocation(self) -> None:
         """Take in what was found out of the Slurm job around us: another end, or that it is over."""
@@ -22205,10 +22079,10 @@ class Shutdown(Part):
         if context.end - now < context.least_s:
             whole = f'its {context.end - self.began:.0f} s'
             leave('deadline', words=WAIT_REASONS['late'].format(whole, context.least_s))
-        elif context.output.loss:
+        elif self.dispatcher.loss:
             if is_over:
                 waited = f'for {idle_s:.0f} seconds nothing could be started'
-                leave('output', words=f'{waited}, since {context.output.loss}')
+                leave('output', words=f'{waited}, since {self.dispatcher.loss}')
         elif not (answer.get('claimable', True) or pending or ignores or is_persistent):
             leave('stuck', words=WAIT_REASONS['stuck'].format(answer['unfinished']))
         elif is_over and not pending:
@@ -22224,11 +22098,6 @@ def count_jobs(answer: Dict[str, Any]) -> Dict[str, int]:
             'done': sum(counts[row.name] for row in STATUSES if row.is_done),
             'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
             'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
-
-
-def is_work_left(counts: Dict[str, int]) -> bool:
-    """Whether an allocation that has not begun may find something to do: what is blocked waits for others."""
-    return any(counts.get(STATUS_NAMES[code]) for code in (READY, *ACTIVE))
 
 
 def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
@@ -22494,32 +22363,20 @@ class Runner:
         """
         context, drain = self.context, self.drain
         left = self.attempts.of('ended', 'recovering', 'reported')
+        actions = self.link.outbox['action_results']
         lost = [attempt.name for attempt in left if attempt not in drain.kept]
+        kept = [counted(count, noun) for count, noun in (
+            (len(left) - len(lost), 'job'), (drain.kept_actions, 'action')) if count]
+        lost += [f"action {row['action_id']}" for row in actions[drain.kept_actions:]]
         words, where = [], {}       # type: List[str], Dict[str, Any]
         if lost:
-            words.append(f"{counted(len(lost), 'ended job')} could not be reported, nor kept on disk: "
-                         + first_of(lost))
-        num_lost = len(self.link.outbox['action_results']) - drain.kept_actions
-        if num_lost:
-            words.append(f"the results of {counted(num_lost, 'action')} could not be reported, nor kept on "
-                         'disk: what it did may be done again')
-        kept = [f'{counted(count, noun)} {what}' for count, noun, what in (
-            (len(left) - len(lost), 'job', 'that ended meanwhile'),
-            (drain.kept_actions, 'result', 'of actions'))
-                if count]
+            words.append(f'these ends could not be reported, nor kept on disk: {first_of(lost)}')
         if kept:
             where = {'journal': drain.path, 'base_dir': context.output.path, 'run_id': context.run_id}
-            words.append(f"{' and '.join(kept)}, kept in {drain.path}")
+            words.append(f"{' and '.join(kept)} that ended meanwhile, kept in {drain.path}")
         words = words or ['nothing is left to be reported']
         context.log.write(f"Offline drain complete: {'; '.join(words)}", 'warning')
         return Unreachable('\n'.join([self.link.error.message, *words]), **where)
-
-
-def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
-    """Name of the runner's log, as in Torc."""
-    if allocation is not None:
-        return f"job_runner_slurm_{allocation.label(workflow['id'])}.log"
-    return f"job_runner_{socket.gethostname()}_wf{workflow['id']}_r{workflow.get('run_id') or 0}.log"
 
 
 def prepare_allocation(client: Any, context: NodeContext) -> None:
@@ -22548,10 +22405,12 @@ def finish_allocation(runner: Runner, client: Any) -> None:
             for number in set(runner.wakeup.wait(limit_s)) - {signal.SIGCHLD}:
                 raise Refused(f'{signal.Signals(number).name}: there is no time for it')
         return errand.result or Reply(REPLY_NOT_STARTED, '', errand.error)
+    counts = runner.link.answer['jobs_by_status']       # what is blocked waits for others
+    is_work_left = any(counts.get(STATUS_NAMES[code]) for code in (READY, *ACTIVE))
     try:
         if is_stopped and not runner.link.answer['is_canceled']:
             note_requeue(context, client, ask)
-        elif context.allocation.node_index == 0 and not is_work_left(runner.link.answer['jobs_by_status']):
+        elif context.allocation.node_index == 0 and not is_work_left:
             cancel_surplus(context, client, ask)
     except TorcError as error:
         context.log.write(f'Not done at the end: {error.message}', 'warning')
@@ -22563,7 +22422,9 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
     output_dir = os.path.abspath(options.output_dir)
     allocation, notice = find_allocation(options)
-    name = name_log(workflow, allocation)
+    # As in Torc.
+    name = f"job_runner_{socket.gethostname()}_wf{workflow_id}_r{workflow.get('run_id') or 0}.log" \
+        if allocation is None else f'job_runner_slurm_{allocation.label(workflow_id)}.log'
     with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
         output = OutputDirectory(output_dir)
         log = RunLog(output, name)
@@ -22823,11 +22684,6 @@ class Measure(Row):
         """To whole units, at least one, of the largest that there are so many of: 13g, 300m, PT2H5M."""
         unit, write = next((pair for pair in self.units if value >= pair[0]), self.units[-1])
         return write(max(1, math.ceil(round(value / unit, 6))))
-
-    def round_down(self, value: float) -> Any:
-        """To whole smallest units."""
-        unit, write = self.units[-1]
-        return write(int(value // unit))
 
 
 MEASURES = {
@@ -23177,8 +23033,8 @@ def bound_correction(item: Correction, ceiling: Ceiling, notes: List[str]) -> Li
     row = MEASURES[item.resource]
     if row.parse(item.new) <= ceiling.most:
         return [item]
-    names, item = first_of([use.job['name'] for use in item.uses]), item._replace(
-        new=row.round_down(ceiling.most))
+    names, (unit, write) = first_of([use.job['name'] for use in item.uses]), row.units[-1]
+    item = item._replace(new=write(int(ceiling.most // unit)))
     if ceiling.most <= row.parse(item.original):
         notes.append(f'{names}: {item.original} cannot become more, {ceiling.where} gives at most {item.new}')
         return []
@@ -23288,18 +23144,6 @@ def sum_allocations(renewals: Iterable[Renewal], are_deferred: bool = False) -> 
                if stage['job_ids'] or not are_deferred)
 
 
-def counts_whole(row: Dict[str, Any], runtime_s: int) -> bool:
-    """Whether an allocation has yet to begin at least half of its jobs, when they take so long."""
-    if row['status'] == 'pending' or row.get('remaining_seconds') is None or not runtime_s:
-        return True
-    try:
-        rounds = parse_walltime(row['walltime']) // runtime_s
-    except ValueError:
-        rounds = 1
-    left = row['remaining_seconds'] // runtime_s - (row['num_jobs'] > 0)    # those that run have taken one
-    return left > 0 and 2 * left >= rounds
-
-
 class Supply:
     """Allocations that are queued or run, until they are taken into account."""
 
@@ -23319,8 +23163,10 @@ class Supply:
         bound = list(dict.fromkeys(self.demand.bound_to[job] for job in stage.jobs))
         for scheduler_id in list(self.rows) if None in bound else bound:
             rows = self.rows[scheduler_id]
-            while rows and taken < stage.num_allocations:
-                taken += counts_whole(rows.pop(0), runtime_s)
+            while rows and taken < stage.num_allocations:   # one that runs must have time for one more job
+                row = rows.pop(0)
+                left_s, num_rounds = row['remaining_seconds'], 1 + (row['num_jobs'] > 0)
+                taken += left_s is None or left_s >= num_rounds * runtime_s
         self.num_counted += taken
         return taken
 
@@ -27588,7 +27434,7 @@ def runner_options(args: Arguments) -> RunnerOptions:
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
-        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
+        claim_backoff_max_s=args['claim_backoff_max_secs'],
         **offline_options(args, read_config()))
 
 
@@ -27602,7 +27448,7 @@ def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
     """Make the output directory and see that it is this database's, before anything is created or claimed."""
     try:
-        obstacle = OutputDirectory(options.output_dir).loss
+        obstacle = OutputDirectory(options.output_dir).loss()
         if obstacle:
             raise BadInput(f'{obstacle}: name another one with --output-dir')
         database = call_addition(session.client, 'get_database')
@@ -31110,8 +30956,6 @@ RUN_OPTIONS = (
              at_least(0, lambda text: parse_memory(text, 'g') / MEMORY_SIZES['g'])),
     Argument('--num-gpus', 'N', 'GPUs to use (default: by CUDA_VISIBLE_DEVICES, else all)', at_least(0)),
     Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
-    Argument('--max-output-bytes', 'SIZE', "keep so much of a job's stdout, and of its stderr, such as 100m",
-             at_least(0, parse_memory)),
     Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
              at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
     Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_duration),
@@ -31288,10 +31132,6 @@ Files
         $ torc.py logs 1 greet --tail 20
         $ torc.py logs 1 --failed
         $ torc.py logs 1 -f                 # until the jobs have ended
-
-Long output
-    The job goes on, what is more is cut off, and its result says so:
-        $ torc.py run workflow.yaml --max-output-bytes 100m
 
 The output directory
     `run -o DIR` names another one. It belongs to one database: `run` refuses
