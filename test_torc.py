@@ -12648,8 +12648,8 @@ class RegenerationTest(unittest.TestCase):
         for allocations, count, num_jobs, counted in (
                 ((), 3, 78, 0), ((self.allocation(7),), 2, 52, 1), ((self.allocation(7),) * 9, 0, 0, 3),
                 ((self.allocation(8),) * 9, 3, 78, 0),          # other jobs' allocations
-                ((active(7000, 26),), 2, 52, 1),                # half of its rounds are left
-                ((active(5300, 26),), 3, 78, 0),
+                ((active(3600, 26),), 2, 52, 1),                # a round is left after that which runs
+                ((active(3500, 26),), 3, 78, 0),
                 ((active(1700, 0),), 3, 78, 0), ((active(1900, 26),), 3, 78, 0), ((active(None, 0),), 2, 52, 1)):
             found = self.renewed(demand_of(jobs), *allocations)
             wanted = [('default_regen', everything[(78 - num_jobs) * 4:], [(count, '')])] if count else []
