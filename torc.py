@@ -23438,7 +23438,9 @@ class Watcher:
         unserved = seen['status'].get('unserved_ready_labels') or {}
         labels = ''.join(f"; {counted(count, 'job')} for runners with label {name}"
                          for name, count in unserved.items())
-        reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
+        left = ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES
+                         if not row.is_done and counts[row.name])
+        reason = f'nobody is at work, and jobs are left: {left}{labels}'
         if args['persistent'] or self.still_polls < STANDSTILL_POLLS and not args['once']:
             return WatchStep('wait', reason)
         command = 'recover' if self.num_ready > 0 and seen['had_allocations'] else \
@@ -23488,12 +23490,6 @@ def is_over(counts: Dict[str, int]) -> bool:
     """Whether no job is left that might run by itself: what is blocked then waits for a decision."""
     left = [row.name for row in STATUSES if not row.is_done and counts[row.name]]
     return not left or 'pending_failed' in left and set(left) <= {'pending_failed', 'blocked'}
-
-
-def describe_left(counts: Dict[str, int]) -> str:
-    """'2 blocked, 1 ready': the jobs that are not done."""
-    return ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES
-                     if not row.is_done and counts[row.name])
 
 
 # ======== 18. Remote: workers over ssh ========
