@@ -42,7 +42,6 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     10e. Server
     10f. Serving
     11a. Client
-    11b. Steps
     12a. Monitor
     13. Launcher
     14. Slurm
@@ -11359,54 +11358,6 @@ class ClientStreamTest(WorldTest):
                     self.assertEqual(wanted, [tuple(event) for event in stream])
                 else:
                     self.assertRaises(wanted, next, stream)
-
-
-# ======== 11b. Steps ========
-#
-# Called with a Client and a function that takes messages, without a command around them.
-
-
-class StepsTest(WorldTest):
-    """What commands and recovery do with a workflow."""
-
-    SPEC = '''
-        name: steps
-        files: [{name: needed, path: needed.txt}, {name: made, path: made.txt}]
-        jobs:
-          - {name: first, command: "cp needed.txt made.txt", input_files: [needed], output_files: [made]}
-          - {name: second, command: "test -f mended", depends_on: [first]}
-        '''
-
-    def test_files_are_checked_before_a_run(self):
-        self.world.write('w.yaml', self.SPEC)
-        self.assertExit(0, self.world.main('create', 'w.yaml'))
-        said = []
-        with self.world.inside(), torc.Client.connect() as client:
-            workflow = client.get_workflow(1)
-            check = torc.check_files(client, workflow)
-            self.assertEqual((['needed.txt'], [], []), tuple(check))
-            with self.assertRaisesRegex(torc.Refused, '1 missing input file that no job makes: needed.txt; make what is missing'):
-                torc.refuse_missing_inputs(check, False, said.append)
-            torc.refuse_missing_inputs(check, True, said.append)
-            self.assertEqual(['warning: 1 missing input file that no job makes: needed.txt'], said)
-            path = self.world.write('needed.txt', 'x')
-            self.assertEqual({'1': os.stat(path).st_mtime, '2': None}, torc.file_times(client, workflow))
-            self.assertEqual(([], [], []), tuple(torc.check_files(client, workflow)))
-
-    def test_what_failed_is_made_ready_and_all_else_stays(self):
-        self.world.write('w.yaml', self.SPEC)
-        self.world.write('needed.txt', 'x')
-        self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        said = []
-        with self.world.inside(), torc.Client.connect(needs_server=True) as client:
-            torc.reset_failed(client, client.get_workflow(1), False, said.append)
-            statuses = {job['name']: job['status'] for job in torc.list_items(client, 'list_jobs', workflow_id=1)}
-            self.assertEqual({'first': 'completed', 'second': 'ready'}, statuses)
-            self.assertEqual(['1 job to run again: what did not complete or has changed, and what depends on it'], said)
-            torc.reset_failed(client, client.get_workflow(1), False, said.append)
-        self.assertEqual('Workflow 1 has no jobs that failed or were canceled', said[-1])
-        self.world.write('mended', '')
-        self.assertExit(0, self.world.cli('run', 1))
 
 
 # ======== 12a. Monitor ========
