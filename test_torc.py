@@ -5183,6 +5183,57 @@ class TaskTest(ServiceTest):
 # ======== 8e. Nodes ========
 
 
+class RequestTest(ServiceTest):
+    """Requests and answers as lines: '[caller:] METHOD PATH[?QUERY] [body] -> STATUS [what the answer holds, or says]'.
+
+    Bodies and answers are JSON5; of an answer's objects only what is named counts, null is what is not there. Without a caller the
+    server's owner asks. A line in parentheses says what the server is like, with its words. What one block does is taken back.
+    """
+    LINE = re.compile(r'(?:(?P<caller>\w+): )?(?P<method>[A-Z]+) (?P<path>[^ ?]+)(?:\?(?P<query>\S+))?(?: (?P<body>.+?))? -> (?P<status>\d+)(?: (?P<wanted>.+))?\Z')
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.there_is = {
+            'access is enforced': lambda *words: setattr(self.service, 'enforces_access', True),
+            'users log in': lambda *users: setattr(self.service, 'users', unittest.mock.Mock(hashes=dict.fromkeys(users), reload=lambda: 3)),
+            'administrators': lambda *users: torc.set_administrators(self.context, users),
+            'workflow of': lambda user: self.create('a:', workflow={'user': user})}
+
+    def assertRequests(self, text: str) -> None:
+        for block in re.split(r'\n(?=\S)', textwrap.dedent(text).strip()):
+            title, *lines = block.splitlines()
+            with self.undone():
+                self.service.enforces_access, self.service.users = False, None
+                for line in map(str.strip, lines):
+                    with self.subTest(title, line=line):
+                        self.assertRequest(line)
+
+    def assertRequest(self, line: str) -> None:
+        if line[0] == '(':
+            name = next(name for name in self.there_is if line.startswith(f'({name}'))
+            with self.service.transaction():
+                self.there_is[name](*line[len(name) + 1:-1].split())
+            return
+        row = self.LINE.match(line).groupdict('')
+        caller, body, wanted = row['caller'], row['body'], row['wanted']
+        status, value = self.ask(row['method'], row['path'], torc.load_json(body, True)[0] if body else None, row['query'], caller or 'tester', not caller)
+        self.assertEqual(int(row['status']), status, value)
+        if status >= 300:
+            self.assertIn(wanted, value['error']['message'])
+        elif wanted:
+            self.assertHolds(torc.load_json(wanted, True)[0], json.loads(torc.format_json(value)))
+
+    def assertHolds(self, wanted: Any, found: Any) -> None:
+        if isinstance(wanted, dict) and isinstance(found, dict):
+            for key, value in wanted.items():
+                self.assertHolds(value, found.get(key))
+        elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+            for pair in zip(wanted, found):
+                self.assertHolds(*pair)
+        else:
+            self.assertEqual(wanted, found)
+
+
 class NodeTest(ScenarioTest):
     """Nodes that go away."""
     SCENARIOS = '''
@@ -5347,15 +5398,6 @@ class NodeTest(ScenarioTest):
             for later in ('retry a; claim n3 a', 'reset failed', 'reset failed; reinit'):
                 self.assertScenarios(self.COME_TOO_LATE, WAY=way, LATER=later)
 
-    def test_an_attempt_given_with_a_lost_answer_comes_back_although_its_node_holds_an_earlier_one(self):
-        self.begin('a')
-        self.act('claim n1 a; lose n1; claim n2 a; lose n2')
-        held, want = [[self.job_id('a'), 1]], {'strategy': 'queue', 'limit': 1}
-        for started in ([[*held[0], torc.format_time(self.clock)]], []):    # the first answer was lost
-            answer = self.sync(self.workflow_id, self.node_id('n3'), held=held, started=started, want=want)
-            self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
-        self.assertWhole()
-
     def test_leases_do_not_follow_a_clock_that_is_set(self):
         self.begin('a')
         self.act('node n1')
@@ -5372,14 +5414,9 @@ class NodeTest(ScenarioTest):
 
     def test_only_a_node_that_says_so_is_at_work(self):
         workflow_id = self.create('a:')
-        nodes = [self.node(workflow_id, hostname=f'n{place}.cluster', is_active=said) for place, said in enumerate((True, False, None))]
-        silent = {key: value for key, value in self.call('get_compute_node', id=nodes[0]).items() if key not in ('id', 'is_active')}
-        nodes.append(self.call('create_compute_node', dict(silent, hostname='n3.cluster'))['id'])
-        self.assertEqual([True, False, None, None], [self.call('get_compute_node', id=node_id).get('is_active') for node_id in nodes])
+        nodes = [self.node(workflow_id, hostname=f'n{place}', is_active=said) for place, said in enumerate((True, False, None))]
+        self.assertEqual([True, False, None], [self.call('get_compute_node', id=node_id).get('is_active') for node_id in nodes])
         self.assertEqual(1, self.call('get_workflow_status', id=workflow_id)['active_compute_nodes'])
-        for is_active, found in ((True, nodes[:1]), (False, nodes[1:2])):
-            answer = self.call('list_compute_nodes', workflow_id=workflow_id, is_active=is_active)
-            self.assertEqual(found, [item['id'] for item in answer['items']])
         self.assertTrue(self.call('update_compute_node', {'is_active': True}, id=nodes[2])['is_active'], 'it has not ended: it begins')
         self.assertRefused('has ended, and its jobs are released', 'update_compute_node', {'is_active': True}, id=nodes[1])
 
@@ -5485,15 +5522,12 @@ class StepAccountsTest(ServiceTest):
         row, = self.call('get_slurm_job_correlations', id=self.workflow_id)['items']
         self.assertEqual((self.jobs['a']['id'], '7'), (row['job_id'], row['slurm_job_id']))
 
-    def test_jobs_of_others_and_deleted_ones_are_left_out_and_the_rest_of_the_turn_counts(self):
+    def test_attempts_have_their_own_rows_and_jobs_of_others_none(self):
         stranger, = self.call('list_jobs', workflow_id=self.create('x:'))['items']
         for job_id in (stranger['id'], 10 ** 9):
-            rows = [{'job_id': job_id, 'attempt_id': 1, 'max_rss_bytes': 1}]
-            answer = self.sync(self.workflow_id, self.node_id, accounting=rows, completions=[self.end(self.jobs['a'])])
-            self.assertEqual((1, []), (len(answer['accepted']), answer['errors']))
+            answer = self.sync(self.workflow_id, self.node_id, accounting=[{'job_id': job_id, 'attempt_id': 1, 'max_rss_bytes': 1}])
+            self.assertEqual([], answer['errors'])
         self.assertEqual(0, self.store.value('SELECT count(*) FROM slurm_stats'))
-
-    def test_each_attempt_has_its_own_row_and_result(self):
         self.finish(status='terminated', code=143, interrupted=True)
         self.jobs.update(self.claim(self.workflow_id, self.node_id))
         self.account(1, max_rss_bytes=100)
@@ -5582,10 +5616,9 @@ class WaitingTest(PlacesTest):
           allocate 71 -> ready=big:CODE:1
         '''
     CONFIGS = (     # a scheduler, its workflow, and whether a large job waits for its allocation
-        ('extra=--gpus-per-node=8', '', 'allocation'), ('mem=0', '', 'lacks'), ('', 'slurm_defaults={"gpus-per-node":"8"}', 'allocation'),
-        ('mem=0 gres=gpu:8', '', 'allocation'), ('gres=gpu:8 ntasks_per_node=8 extra=--exclusive', '', 'allocation'),
-        ("extra=-G_8_-c4 ntasks_per_node=8", '', 'allocation'), ('', 'slurm_defaults={"account":"gpu-lab"}', 'lacks'),
-        ('gres=gpu:8 ntasks_per_node=8', 'slurm_defaults={"qos":"nonexclusive"}', 'lacks'))
+        ('mem=0', '', 'lacks'), ('mem=0 gres=gpu:8', '', 'allocation'), ('', 'slurm_defaults={"gpus-per-node":"8"}', 'allocation'),
+        ('gres=gpu:8 ntasks_per_node=8 extra=--exclusive', '', 'allocation'), ("extra=-G_8_-c4 ntasks_per_node=8", '', 'allocation'),
+        ('gres=gpu:8 ntasks_per_node=8', 'slurm_defaults={"qos":"nonexclusive","account":"gpu-lab"}', 'lacks'))
 
     def assertScenarios(self, text: str, **words: str) -> None:
         super().assertScenarios(text, **words, LACKS='no runner or allocation can take it: it needs')
@@ -5671,7 +5704,7 @@ class WaitingTest(PlacesTest):
 
     def test_what_is_too_late_or_too_short_to_begin_jobs_is_told(self):
         late = 'no job is started when less than {} s are left of {}'
-        for stated, left_s, code in (('', 500, 'next_turn'), ('', 90, 'late'), ('300', 290, 'late'), ('0', 20, 'next_turn')):
+        for stated, left_s, code in (('', 500, 'next_turn'), ('', 90, 'late'), ('300', 290, 'late')):
             why = late.format(stated or 100, 'compute node n1 (h)') if code == 'late' else torc.WAIT_REASONS[code]
             self.assertScenarios(self.LATE, LEFT=str(left_s), LIMIT=f'PT{left_s + 120}S', CODE=code, WHY=why,
                                  MIN=f'compute_node_min_time_for_new_jobs_seconds={stated}' if stated else '')
@@ -5705,23 +5738,17 @@ class WaitingTest(PlacesTest):
         self.assertEqual((['a:no_runner:2'], 'failed: sbatch: no'), (self.see_ready(), self.see_actions()[3]))
 
     def test_its_cost_grows_with_the_kinds_of_jobs_only_and_not_with_those_that_wait_for_the_same(self):
-        def statements(jobs: str, found: str) -> int:
+        def statements(jobs: Iterable[str], found: str) -> int:
             calls = []      # type: List[str]
-            self.begin(jobs)
-            if 'next_turn' in found:
-                self.act('node n1')
+            self.begin(' / '.join(jobs))
             self.store.connection.set_trace_callback(lambda text: calls.append(text) if not text.startswith('--') else None)
             self.assertEqual([found], self.see_ready())
             self.store.connection.set_trace_callback(None)
             return len(calls)
-
-        def alike(count: int) -> int:
-            return statements(' / '.join(f'j{i}' for i in range(count)), f'j0:next_turn:{count}')
-
-        def kinds(count: int) -> int:
-            return statements(' / '.join(f'j{i} {i + 1}' for i in range(count)), f'j0:no_runner:{count}')
-        alike(1)     # the columns of a table are asked for once
-        self.assertEqual((alike(20), kinds(2)), (alike(200), kinds(40)))
+        # the columns of a table are asked for once
+        _, few, many, others = (statements((f'j{i} {i // alike + 1}' for i in range(count)), f'j0:no_runner:{count}')
+                                for count, alike in ((1, 1), (20, 20), (200, 200), (40, 1)))
+        self.assertEqual((few, few), (many, others))
 
     def test_of_very_many_groups_those_with_the_most_jobs_are_told(self):
         self.begin(' / '.join(f'j{i} {i + 5}' for i in range(torc.WAITING_EXPLAINED + 9)))
@@ -6002,122 +6029,106 @@ class UpdatesTest(ScenarioTest):
         self.assertIn(b'event: warning\ndata: {"dropped":900}', feed.events[-2][1])
 
 
-class GroupTest(ServiceTest):
+class GroupTest(RequestTest):
     """Access groups, their members, and the workflows that they may use. Who may do what is the matrix's (section 9)."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'ann'})['id']
-        self.group_id = self.call('create_access_group', {'name': 'chemists', 'description': 'who mix'})['id']
+    def test_groups(self):
+        self.assertRequests("""
+            groups and members come and go
+              POST /access_groups {name: 'chemists', description: 'who mix'} -> 200 {id: 2, name: 'chemists', description: 'who mix', is_system: null}
+              GET /access_groups?limit=1 -> 200 {total_count: 2, has_more: true, limit: 1, offset: 0, items: [{name: 'admin'}]}
+              GET /access_groups/2 -> 200 {name: 'chemists'}
+              POST /access_groups/2/members {user_name: 'bob', role: 'admin', group_id: 2} -> 200 {user_name: 'bob', role: 'admin', group_id: 2}
+              POST /access_groups/2/members {user_name: 'cy'} -> 200 {role: 'member'}
+              GET /access_groups/2/members -> 200 {items: [{user_name: 'bob'}, {user_name: 'cy'}]}
+              GET /users/bob/groups -> 200 {items: [{name: 'chemists'}]}
+              POST /access_groups {name: 'chemists'} -> 409 the access group exists already: 'chemists'
+              POST /access_groups/2/members {user_name: 'bob'} -> 409 the user group membership exists already
+              POST /access_groups/2/members {user_name: 'anonymous'} -> 422 is not a valid group member
+              POST /access_groups/2/members {} -> 422 is not a valid group member
+              POST /access_groups/2/members {user_name: 'x', group_id: 1} -> 422 does not match 2 in the path
+              DELETE /access_groups/2/members/bob -> 200 {user_name: 'bob', role: 'admin'}
+              DELETE /access_groups/2/members/bob -> 404 bob is not in access group 2
+              DELETE /access_groups/2 -> 200 {name: 'chemists'}
+              GET /access_groups/2 -> 404 access group 2 not found
 
-    def as_user(self, user: str) -> None:
-        """From now on a user asks, where access is enforced."""
-        self.caller, self.is_admin, self.service.enforces_access = user, False, True
+            the administrators are those of the options and no others
+              (administrators zoe bob)
+              GET /access_groups/1/members -> 200 {items: [{user_name: 'bob', role: 'admin'}, {user_name: 'zoe'}]}
+              (administrators bob)
+              GET /access_groups/1/members -> 200 {items: [{user_name: 'bob'}]}
+              POST /access_groups/1/members {user_name: 'x'} -> 403 is filled by
+              DELETE /access_groups/1/members/bob -> 403 is filled by
+              DELETE /access_groups/1 -> 403 is filled by
+              (administrators)
+              GET /access_groups/1/members -> 200 {items: []}
 
-    def names(self, op: str, **parameters: Any) -> List[str]:
-        """Names of the groups or members in a list."""
-        return [item.get('user_name') or item['name'] for item in self.call(op, **parameters)['items']]
+            a group gets workflows when they are made or later
+              POST /access_groups {name: 'chemists'} -> 200
+              POST /workflows {name: 'x', user: 'ann', access_groups: ['chemists']} -> 200 {id: 1, access_groups: ['chemists']}
+              POST /workflows {name: 'y', user: 'ann'} -> 200 {id: 2}
+              POST /workflows {name: 'z', user: 'ann'} -> 200 {id: 3}
+              POST /workflows/2/access_groups/2 -> 200 {workflow_id: 2, group_id: 2}
+              GET /workflows/2/access_groups -> 200 {items: [{name: 'chemists'}]}
+              GET /workflows?access_group=none&access_group=chemists -> 200 {items: [{id: 1}, {id: 2}]}
+              GET /workflows?access_group=2 -> 200 {items: [{id: 1}, {id: 2}]}
+              GET /workflows?access_group=none -> 200 {items: []}
+              POST /workflows/2/access_groups/2 -> 409 already
+              POST /workflows/2/access_groups/99 -> 404 access group 99 not found
+              DELETE /workflows/2/access_groups/2 -> 200 {workflow_id: 2, group_id: 2}
+              DELETE /workflows/2/access_groups/2 -> 404 has no access
 
-    def test_groups_and_members_come_and_go(self):
-        of = {'group_id': self.group_id}
-        group = self.call('get_access_group', **of)
-        self.assertEqual(('chemists', 'who mix', 2), (group['name'], group['description'], group['id']))
-        self.assertNotIn('is_system', group)
-        page = self.call('list_access_groups', limit=1)
-        self.assertEqual((2, True, 1, 0), (page['total_count'], page['has_more'], page['limit'], page['offset']))
-        self.assertEqual(['admin', 'chemists'], self.names('list_access_groups'))
-        member = self.call('add_user_to_group', {'user_name': 'bob', 'role': 'admin', **of}, **of)
-        self.assertEqual(('bob', 'admin', self.group_id), (member['user_name'], member['role'], member['group_id']))
-        self.assertEqual('member', self.call('add_user_to_group', {'user_name': 'cy'}, **of)['role'])
-        self.assertEqual((['bob', 'cy'], ['chemists']), (self.names('list_group_members', **of), self.names('list_user_groups', user_name='bob')))
-        self.assertRefused("the access group exists already: 'chemists'", 'create_access_group', {'name': 'chemists'})
-        for text, body in (('the user group membership exists already', {'user_name': 'bob'}), ('is not a valid group member', {'user_name': 'anonymous'}),
-                           ('is not a valid group member', {}), ('does not match 2 in the path', {'user_name': 'x', 'group_id': 1})):
-            self.assertRefused(text, 'add_user_to_group', body, **of)
-        self.assertEqual(member, self.call('remove_user_from_group', user_name='bob', **of))
-        self.assertRefused('bob is not in access group 2', 'remove_user_from_group', user_name='bob', **of)
-        self.assertEqual(group, self.call('delete_access_group', **of))
+            it is told who has access and why
+              (administrators root)
+              (workflow of ann)
+              POST /access_groups {name: 'chemists'} -> 200
+              POST /access_groups/2/members {user_name: 'bob'} -> 200
+              POST /workflows/1/access_groups/2 -> 200
+              GET /access_check/1/ann -> 200 {has_access: true, user_name: 'ann', workflow_id: 1, reason: 'ann owns it'}
+              GET /access_check/1/bob -> 200 {has_access: true, reason: 'bob is in a group that has access'}
+              GET /access_check/1/cy -> 200 {has_access: false, reason: 'cy neither owns it nor is in a group that has access'}
+              GET /access_check/1/root -> 200 {has_access: true, reason: 'root is an administrator'}
+              GET /access_check/1/anonymous -> 200 {has_access: false, reason: 'anonymous is anybody'}
+              GET /access_check/99/ann -> 404 workflow 99 not found
+              (access is enforced)
+              cy: GET /access_check/99/cy -> 200 {has_access: false}
+              cy: GET /access_check/1/ann -> 403 only ann and administrators may ask this
 
-    def test_the_administrators_are_those_of_the_options_and_no_others(self):
-        for users in (['zoe', 'bob'], ['bob'], []):
-            with self.service.transaction():
-                torc.set_administrators(self.context, users)
-            self.assertEqual(sorted(users), self.names('list_group_members', group_id=1))
-        for name, body, more in (('add_user_to_group', {'user_name': 'x'}, {}), ('remove_user_from_group', None, {'user_name': 'bob'}),
-                                 ('delete_access_group', None, {})):
-            with self.subTest(name), self.assertRaises(torc.Denied):
-                self.call(name, body, group_id=1, **more)
+            who makes a workflow owns it, and only administrators give it away
+              (administrators root)
+              (access is enforced)
+              bob: POST /workflows {name: 'x', user: 'ann'} -> 403 bob cannot make workflows in the name of ann: leave `user` out, or
+              bob: POST /workflows {name: 'x', user: 'bob'} -> 200 {id: 1}
+              bob: PUT /workflows/1 {user: 'bob', description: 'new'} -> 200 {description: 'new'}
+              bob: PUT /workflows/1 {user: 'ann'} -> 403 only the server's owner and administrators can give workflow
+              root: PUT /workflows/1 {user: 'ann'} -> 200 {user: 'ann'}
+
+            without users everybody sends the name of their account, as Torc's clients do, and nobody's name is checked
+              anonymous: POST /workflows {name: 'x', user: 'ann'} -> 200 {user: 'ann'}
+              bob: POST /workflows {name: 'x', user: 'ann'} -> 200 {user: 'ann'}
+              bob: PUT /workflows/1 {user: 'cy'} -> 200 {user: 'cy'}
+              anonymous: POST /access_groups {name: 'chemists'} -> 200
+              anonymous: POST /access_groups/2/members {user_name: 'ann', role: 'admin'} -> 200
+
+            where users log in names are told apart, and groups are managed by their administrators
+              (workflow of ann)
+              POST /access_groups {name: 'chemists'} -> 200
+              POST /access_groups/2/members {user_name: 'ann', role: 'admin'} -> 200
+              (users log in ann bob)
+              bob: POST /workflows {name: 'x', user: 'ann'} -> 403 in the name of ann
+              bob: POST /workflows {name: 'x', user: 'bob'} -> 200
+              anonymous: POST /workflows {name: 'x', user: 'ann'} -> 403 in the name of ann
+              anonymous: POST /workflows {name: 'x', user: 'account'} -> 200
+              bob: PUT /workflows/1 {user: 'cy'} -> 403 can give workflow
+              bob: GET /workflows/1 -> 200 {name: 'w'}
+              bob: POST /access_groups {name: 'x'} -> 403
+              bob: POST /access_groups/2/members {user_name: 'bob'} -> 403
+              bob: POST /workflows/1/access_groups/2 -> 403
+              bob: GET /users/ann/groups -> 403
+              bob: POST /admin/reload-auth -> 403
+              ann: POST /access_groups/2/members {user_name: 'bob'} -> 200
+            """)
         self.assertRaises(torc.BadInput, torc.set_administrators, self.store, ['anonymous'])
-
-    def test_a_group_gets_workflows_when_they_are_made_or_later(self):
-        first = self.call('create_workflow', {'name': 'x', 'user': 'ann', 'access_groups': ['chemists']})
-        self.assertEqual(['chemists'], first['access_groups'])
-        both = {'id': self.workflow_id, 'group_id': self.group_id}
-        link = self.call('add_workflow_to_group', **both)
-        self.assertEqual((self.workflow_id, self.group_id), (link['workflow_id'], link['group_id']))
-        self.assertEqual(['chemists'], self.names('list_workflow_groups', id=self.workflow_id))
-        other = self.call('create_workflow', {'name': 'y', 'user': 'ann'})['id']
-        for wanted, names in (([self.workflow_id, first['id']], ['none', 'chemists']), ([], ['none']), ([self.workflow_id, first['id'], other], [])):
-            self.assertEqual(wanted, [item['id'] for item in self.call('list_workflows', access_group=names)['items']])
-        self.assertRefused('already', 'add_workflow_to_group', **both)
-        self.assertRefused('access group 99 not found', 'add_workflow_to_group', id=self.workflow_id, group_id=99)
-        self.assertEqual(link, self.call('remove_workflow_from_group', **both))
-        self.assertRefused('has no access', 'remove_workflow_from_group', **both)
-
-    def test_it_is_told_who_has_access_and_why(self):
-        self.call('add_user_to_group', {'user_name': 'bob'}, group_id=self.group_id)
-        self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
-        with self.service.transaction():
-            torc.set_administrators(self.context, ['root'])
-        for user, has_access, reason in (('ann', True, 'owns it'), ('bob', True, 'is in a group'), ('cy', False, 'neither'),
-                                         ('root', True, 'administrator'), ('anonymous', False, 'anybody')):
-            found = self.call('check_workflow_access', workflow_id=self.workflow_id, user_name=user)
-            self.assertEqual((has_access, user, self.workflow_id), (found['has_access'], found['user_name'], found['workflow_id']))
-            self.assertIn(reason, found['reason'])
-        self.assertRefused('workflow 99 not found', 'check_workflow_access', workflow_id=99, user_name='ann')
-        self.as_user('cy')
-        self.assertFalse(self.call('check_workflow_access', workflow_id=99, user_name='cy')['has_access'])
-
-    def test_who_makes_a_workflow_owns_it_and_only_administrators_give_it_away(self):
-        self.as_user('bob')
-        for name, body in (('create_workflow', {'name': 'x', 'user': 'ann'}), ('create_workflow_from_spec', planned(workflow={'name': 'y', 'user': 'ann'}))):
-            with self.subTest(name), self.assertRaisesRegex(torc.Denied, 'bob cannot make workflows in the name of ann: leave `user` out, or'):
-                self.call(name, body)
-        mine = self.call('create_workflow_from_spec', planned(workflow={'name': 'y', 'user': 'bob'}))['workflow_id']
-        self.assertEqual('new', self.call('update_workflow', {'user': 'bob', 'description': 'new'}, id=mine)['description'])
-        # Not even its own user: it would put commands into the list of somebody who knows nothing of it.
-        with self.assertRaisesRegex(torc.Denied, "only the server's owner and administrators can give workflow"):
-            self.call('update_workflow', {'user': 'ann'}, id=mine)
-        self.is_admin = True
-        self.assertEqual('ann', self.call('update_workflow', {'user': 'ann'}, id=mine)['user'])
-
-    def test_names_are_told_apart_where_users_log_in_and_nowhere_else(self):
-        """Without users everybody sends the name of their account, as Torc's clients do, and nobody's name is checked."""
-        for users, caller, user, is_allowed in (
-                ('', 'anonymous', 'ann', True), ('', 'bob', 'ann', True), ('ann bob', 'bob', 'ann', False), ('ann bob', 'bob', 'bob', True),
-                ('ann bob', 'anonymous', 'ann', False), ('ann bob', 'anonymous', 'account', True)):
-            self.caller, self.is_admin = caller, False
-            self.service.users = unittest.mock.Mock(hashes=dict.fromkeys(users.split())) if users else None
-            with self.subTest(users=users, caller=caller, user=user):
-                with contextlib.suppress() if is_allowed else self.assertRaises(torc.Denied):
-                    self.assertEqual(user, self.call('create_workflow', {'name': 'x', 'user': user})['user'])
-                with self.assertRaises(torc.Denied) if users else contextlib.suppress():
-                    for name in ('cy', 'ann'):
-                        self.call('update_workflow', {'user': name}, id=self.workflow_id)
-
-    def test_without_enforcement_groups_are_managed_by_the_owner_or_where_nobody_has_a_name_by_all(self):
-        self.caller, self.is_admin = 'anonymous', False
-        self.call('add_user_to_group', {'user_name': 'ann', 'role': 'admin'}, group_id=self.group_id)
-        self.service.users, self.caller = unittest.mock.Mock(hashes={}), 'bob'
-        self.assertEqual('w', self.call('get_workflow', id=self.workflow_id)['name'])
-        for name, body, parameters in (('create_access_group', {'name': 'x'}, {}),
-                                       ('add_user_to_group', {'user_name': 'bob'}, {'group_id': self.group_id}),
-                                       ('add_workflow_to_group', None, {'workflow_id': self.workflow_id, 'group_id': self.group_id}),
-                                       ('list_user_groups', None, {'user_name': 'ann'}), ('reload_auth', None, {})):
-            with self.subTest(name):
-                self.assertRaises(torc.Denied, self.call, name, body, **parameters)
-        self.caller = 'ann'
-        self.call('add_user_to_group', {'user_name': 'bob'}, group_id=self.group_id)
 
 
 # ======== 8i. Ad-hoc SQL ========
@@ -6140,21 +6151,21 @@ class AdminSqlTest(ServiceTest):
         with unittest.mock.patch.object(torc, 'ADMIN_SQL_S', 0.1):
             self.assertRefused('interrupted after 0.1 s', 'admin_sql', {'sql': numbers + ' WHERE i < 0'})
 
-    # statement, what it is refused with, and Torc's word for that
+    # what is refused, and with which words; the last four by SQLite, after which it is on record
     REFUSED = rows_of("""
-        sql                                                        text                          kind
-        -- nothing                                                 here a statement begins with  InvalidStatement
-        /**/COMMIT                                                 begins with                   InvalidStatement
-        PRAGMA foreign_keys = OFF                                  begins with                   InvalidStatement
-        UPDATE /* */ OR/**/ROLLBACK job SET id = 1 WHERE 1         OR ROLLBACK                   InvalidStatement
-        DELETE FROM "admin_audit_log" WHERE 1                      it is for reading             InvalidStatement
-        DELETE FROM job -- WHERE                                   has no WHERE                  InvalidStatement
-        UPDATE job SET name = ' WHERE '                            has no WHERE                  InvalidStatement
-        WITH a(x) AS (VALUES (1)) UPDATE job SET name = 2          has no WHERE                  InvalidStatement
-        DELETE FROM job WHERE 0; DELETE FROM job WHERE 1           one statement at a time       ExecutionFailed
-        UPDATE job SET status = 'ready' WHERE id = 1               a status is a number          ExecutionFailed
-        UPDATE resource_requirements SET memory = 'lots' WHERE 1   memory                        ExecutionFailed
-        INSERT INTO job (workflow_id) VALUES (77)                  SQLite refuses                ExecutionFailed
+        sql                                                        text
+        -- nothing                                                 here a statement begins with
+        /**/COMMIT                                                 begins with
+        PRAGMA foreign_keys = OFF                                  begins with
+        UPDATE /* */ OR/**/ROLLBACK job SET id = 1 WHERE 1         OR ROLLBACK
+        DELETE FROM "admin_audit_log" WHERE 1                      it is for reading
+        DELETE FROM job -- WHERE                                   has no WHERE
+        UPDATE job SET name = ' WHERE '                            has no WHERE
+        WITH a(x) AS (VALUES (1)) UPDATE job SET name = 2          has no WHERE
+        DELETE FROM job WHERE 0; DELETE FROM job WHERE 1           one statement at a time
+        UPDATE job SET status = 'ready' WHERE id = 1               a status is a number
+        UPDATE resource_requirements SET memory = 'lots' WHERE 1   memory
+        INSERT INTO job (workflow_id) VALUES (77)                  SQLite refuses
         """)
 
     def test_what_would_break_us_is_refused_and_put_on_record(self):
@@ -6162,22 +6173,19 @@ class AdminSqlTest(ServiceTest):
         for row in self.REFUSED:
             with self.subTest(row):
                 status, value = self.ask('POST', '/admin/sql', {'sql': row['sql'], 'write': True})
-                self.assertEqual((422, row['kind']), (status, value['error']['error']), value)
-                self.assertIn(row['text'], value['error']['message'])
+                self.assertEqual((422, True), (status, row['text'] in value['error']['message']), value)
         self.assertEqual(('a', 2), self.store.one('SELECT name, status FROM job'))
         self.assertFalse(self.store.connection.in_transaction)
         log = self.call('list_admin_audit_log', limit=2, offset=1)
-        self.assertEqual(([row['kind'] for row in self.REFUSED].count('ExecutionFailed'), True), (log['total_count'], log['has_more']))
+        self.assertEqual((4, True), (log['total_count'], log['has_more']))
         self.assertEqual((False, self.REFUSED[-2]['sql']), (log['items'][0]['success'], log['items'][0]['sql_text']))
 
     def test_a_query_changes_nothing(self):
         self.create('a:')
         self.sql("WITH x AS (SELECT 1) UPDATE workflow SET description = 'w' WHERE id = 1", write=True)      # kept, compiled
-        for sql, kind in (('DELETE FROM job WHERE 1', 'InvalidStatement'), ('SELECT 1; DELETE FROM job', 'QueryFailed'),
-                          ("WITH x AS (SELECT 1) UPDATE workflow SET description = 'w' WHERE id = 1", 'QueryFailed')):
-            with self.subTest(sql):
-                status, value = self.ask('POST', '/admin/sql', {'sql': sql})
-                self.assertEqual((422, kind), (status, value['error']['error']), value)
+        for sql, words in (('DELETE FROM job WHERE 1', 'what changes something needs write'), ('SELECT 1; DELETE FROM job', 'one statement'),
+                           ("WITH x AS (SELECT 1) UPDATE workflow SET description = 'w' WHERE id = 1", 'readonly')):
+            self.assertRefused(words, 'admin_sql', {'sql': sql})
         self.assertEqual((0, 1), (self.store.value('PRAGMA query_only'), self.store.value('SELECT count(*) FROM admin_audit_log')))
 
     def test_a_write_says_how_much_it_changed_and_is_put_on_record_unless_it_is_dry(self):
@@ -6720,7 +6728,7 @@ class SyncTest(ScenarioTest):
         self.assertEqual(f"its last runner (compute node {self.nodes['n1']}) has left",
                          self.call('get_scheduled_compute_node', id=record_id)['reason'])
         for body, reason in (({'status': 'canceled', 'reason': 'enough'}, 'enough'), ({'status': 'canceled'}, 'enough'),
-                             ({'status': 'pending'}, None)):
+                             ({'status': 'pending'}, 'a client has said so')):
             self.call('update_scheduled_compute_node', body, id=other_id)
             self.assertEqual(reason, self.call('get_scheduled_compute_node', id=other_id).get('reason'))
         events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
@@ -6772,14 +6780,8 @@ class UnplannedJobsTest(ServiceTest):
 # ======== 9. API ========
 
 
-class ApiTest(ServiceTest):
+class ApiTest(RequestTest):
     """What arrives is checked before a verb sees it, and answered as Torc answers it."""
-
-    def good(self, method: str, path: str, body: Any = None, query: str = '') -> Any:
-        """The value of a good answer."""
-        found, value = self.ask(method, path, body, query)
-        self.assertEqual(200, found, value)
-        return value
 
     def bad(self, status: int, text: str, method: str, path: str, body: Any = None) -> None:
         """An answer that has this status, and says this."""
@@ -6820,138 +6822,104 @@ class ApiTest(ServiceTest):
         self.assertUnchanged(before)
 
     def test_a_body_that_is_no_json_is_refused(self):
-        for body, text in ((b'{', ''), (b'nul', ''), (b'\xff\xfe', 'utf-8'), (b'[' * 100000, 'nested too deeply'), (b'{"a":' * 100000, 'nested'),
-                           (b'{"a": 1, "a": 2}', "duplicate key 'a'"), (b'"\\ud800', ''), (b'{"a": Infinity}', 'not allowed'),
-                           (b'{"priority": NaN}', 'NaN is not allowed'), (b'\0', ''), (b'[1,]', ''), (b"{'a': 1}", ''),
-                           (b'9' * 2000000, 'digits'), (b'\xef\xbb\xbf{}', '')):    # digits would take a core for long
-            with self.subTest(body[:20]):
+        for body, text in ((b'nul', ''), (b'\xff\xfe', 'utf-8'), (b'[' * 100000, 'nested too deeply'), (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
+                           (b'"\\ud800', ''), (b'{"priority": NaN}', 'NaN is not allowed'), (b'9' * 2000000, 'digits'), (b'\xef\xbb\xbf{}', '')):
+            with self.subTest(body[:20]):       # digits would take a core for long
                 self.bad(400, 'the body is not JSON: ', 'POST', '/jobs', body)
                 self.bad(400, text, 'POST', '/jobs', body)
         for body in (b'', b' ', b'null'):
             self.bad(422, 'the body must be an object, not null', 'POST', '/jobs', body)
 
-    def test_what_no_model_knows_is_not_stored(self):
-        self.create('a:')
-        job = self.call('create_job', dict(self.JOB, id=torc.MAX_INTEGER, input_hash='x', kind_id=99))
-        self.assertEqual((2, None), self.store.one('SELECT id, input_hash FROM job WHERE id = ?', (job['id'],)))
+    def test_requests(self):
+        self.assertRequests("""
+            what is put back in another order or left out is no change
+              POST /access_groups {name: 'b'} -> 200
+              POST /access_groups {name: 'a'} -> 200
+              POST /workflows {name: 'w', user: 'u', access_groups: ['b', 'a'], env: {}} -> 200 {access_groups: ['a', 'b'], env: null}
+              PUT /workflows/1 {access_groups: ['b', 'a'], env: {}, description: 'd'} -> 200 {env: null, description: 'd'}
+              PUT /workflows/1 {access_groups: ['b']} -> 422 immutable
+              POST /bulk_jobs {jobs: [{workflow_id: 1, name: 'a', command: 'c'}, {workflow_id: 1, name: 'b', command: 'c'}]} -> 200
+              POST /jobs {workflow_id: 1, name: 'c', command: 'c', depends_on_job_ids: [1, 2], id: 7, kind_id: 99} -> 200 {id: 3}
+              POST /workflows/1/initialize_jobs -> 200
+              PUT /jobs/3 {depends_on_job_ids: [2, 1], priority: 2} -> 200 {depends_on_job_ids: [1, 2], priority: 2}
+              POST /files {workflow_id: 1, name: 'f', path: 'p', st_mtime: 5.0} -> 200 {st_mtime: 5.0}
+              PUT /files/1 {workflow_id: 1, name: 'g', path: 'p'} -> 200 {st_mtime: null}
 
-    def test_an_execution_config_that_no_runner_could_follow_is_refused_when_it_is_made_and_when_it_is_changed(self):
-        kept = self.call('create_workflow', {'name': 'kept', 'user': 'u'})['id']
-        for config, problem in (
-                ({'mode': 'slurm', 'srun_termination_signal': 'TERM@60', 'enable_cpu_bind': True}, ''), ({'mode': 'slurm', 'termination_signal': None}, ''),
-                ({'mode': 'slurm', 'oom_exit_code': 137}, 'oom_exit_code does not go with mode slurm: remove it, or set mode: direct'),
-                ({'mode': 'direct', 'enable_cpu_bind': True}, 'enable_cpu_bind: true does not go with mode direct: remove it, or set mode: slurm'),
-                ({'termination_signal': 'SIGFOO'}, 'termination_signal must be the name of a signal'), ({'sigterm_lead_seconds': -1}, 'sigterm_lead_seconds must')):
-            for verb, path in (('POST', '/workflows'), ('PUT', f'/workflows/{kept}')):
-                with self.subTest(config, verb=verb):
-                    status, answer = self.ask(verb, path, {'name': 'w', 'user': 'u', 'execution_config': config})
-                    self.assertEqual(422 if problem else 200, status, answer)
-                    self.assertIn('execution_config: ' + problem if problem else '"execution_config"', json.dumps(answer))
+            an execution config that no runner could follow is refused when it is made, and when it is changed
+              POST /workflows {name: 'w', user: 'u', execution_config: {mode: 'slurm', srun_termination_signal: 'TERM@60', enable_cpu_bind: true}} -> 200
+              PUT /workflows/1 {execution_config: {mode: 'direct', termination_signal: null}} -> 200 {execution_config: {mode: 'direct'}}
+              POST /workflows {name: 'w', user: 'u', execution_config: {termination_signal: 'SIGFOO'}} -> 422 termination_signal must be the name of a
+              PUT /workflows/1 {execution_config: {mode: 'direct', enable_cpu_bind: true}} -> 422 go with mode direct: remove it, or set mode: slurm
 
-    def test_what_is_put_back_in_another_order_or_left_out_is_no_change(self):
-        for name in 'ba':
-            self.call('create_access_group', {'name': name})
-        workflow = self.good('POST', '/workflows', {'name': 'w', 'user': 'u', 'access_groups': ['b', 'a'], 'env': {}})
-        path = f"/workflows/{workflow['id']}"
-        self.assertNotIn('env', self.good('PUT', path, dict(workflow, access_groups=['b', 'a'], env={}, description='d')))
-        self.bad(422, 'immutable', 'PUT', path, {'access_groups': ['b']})
-        first, second, last = (self.good('POST', '/jobs', {'workflow_id': 1, 'name': name, 'command': 'c'})['id'] for name in 'abc')
-        self.good('PUT', f'/jobs/{last}', {'depends_on_job_ids': [first, second]})
-        self.call('initialize_jobs', id=1)
-        self.assertEqual(2, self.good('PUT', f'/jobs/{last}', {'depends_on_job_ids': [second, first], 'priority': 2})['priority'])
-        file = self.good('POST', '/files', {'workflow_id': 1, 'name': 'f', 'path': 'p', 'st_mtime': 5.0})     # but a file without its time has none
-        self.assertNotIn('st_mtime', self.good('PUT', f"/files/{file['id']}", {'workflow_id': 1, 'name': 'g', 'path': 'p'}))
+            requirements that jobs need stay, and with spare ones go the classes of jobs without jobs
+              (workflow of u)
+              DELETE /resource_requirements/1 -> 422 jobs still need these
+              POST /resource_requirements {workflow_id: 1, name: 'spare'} -> 200 {id: 2}
+              POST /jobs {workflow_id: 1, name: 'n', command: 'c', resource_requirements_id: 2} -> 200 {id: 2}
+              DELETE /resource_requirements/2 -> 422 jobs still need these
+              DELETE /jobs/2 -> 200
+              DELETE /resource_requirements/2 -> 200 {name: 'spare'}
+              DELETE /jobs?workflow_id=1 -> 200 {count: 1}
+              DELETE /resource_requirements?workflow_id=1 -> 200 {count: 1}
 
-    def test_requirements_that_jobs_need_stay(self):
-        workflow_id, other = self.create('a:'), self.create('b:')
-        needs = {number: self.call('list_resource_requirements', workflow_id=number)['items'][0]['id'] for number in (workflow_id, other)}
-        self.assertRefused('jobs still need these', 'delete_resource_requirement', id=needs[workflow_id])
-        spare = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'spare'})['id']
-        for number, needs_id in ((workflow_id, spare), (other, needs[other])):
-            job = self.call('create_job', {'workflow_id': number, 'name': 'n', 'command': 'c', 'priority': 5, 'resource_requirements_id': needs_id})
-            self.call('delete_job', id=job['id'])       # its class is without jobs then
-        self.call('delete_resource_requirement', id=spare)
-        self.assertEqual([0, 0, 5], sorted(self.store.ids('SELECT priority FROM job_kind')))    # those of others stay
-        self.call('delete_jobs', workflow_id=workflow_id)
-        self.assertEqual({'count': 1}, self.call('delete_resource_requirements', workflow_id=workflow_id))
+            remote workers are words in the path
+              (workflow of u)
+              POST /workflows/1/remote_workers ['u@host-b:22', '17', 'host/a', '17'] -> 200 [{worker: '17'}, {worker: 'host/a'}, {worker: 'u@host-b:22'}]
+              DELETE /workflows/1/remote_workers/host%2Fa -> 200 {worker: 'host/a', workflow_id: 1}
+              DELETE /workflows/1/remote_workers/host%2Fa -> 404 remote worker 'host/a' not found
+              DELETE /workflows/1/remote_workers/17 -> 200
+              GET /workflows/1/remote_workers -> 200 [{worker: 'u@host-b:22', workflow_id: 1}]
 
-    def test_remote_workers_are_words_in_the_path(self):
-        path = f"/workflows/{self.create('a:')}/remote_workers"
-        names = ['u@host-b:22', '17', 'host/a', 'ünï', '[::1]:22']
-        self.assertEqual(sorted(names), [row['worker'] for row in self.good('POST', path, [*names, '17'])])
-        for name in names:
-            self.assertEqual({'worker': name, 'workflow_id': 1}, self.good('DELETE', path + '/' + urllib.parse.quote(name, safe='')))
-        self.assertEqual([], self.good('GET', path))
+            who may see everything is told what is missing, and not which bugs there are
+              GET /version -> 200 {git_hash: 'vVERSION'}
+              (administrators root)
+              (access is enforced)
+              GET /version -> 200 {git_hash: null, version: 'VERSION'}
+              root: GET /files/999 -> 404 file 999 not found
+              ann: GET /files/999 -> 403
+
+            words that clients look for are said
+              (workflow of u)
+              POST /events {workflow_id: 1, data: null} -> 200 {data: null, timestamp: 1700000000000}
+              POST /user_data {workflow_id: 1, name: 'd'} -> 200
+              DELETE /user_data?workflow_id=1 -> 200 {deleted_count: 1, message: 'Deleted 1 user data records of workflow 1'}
+              POST /admin/reload-auth -> 422 has no password file: it was started without --auth-file
+              (users log in ann)
+              POST /admin/reload-auth -> 200 {message: 'Auth credentials reloaded successfully', user_count: 3}
+
+            rows of one name are refused
+              (workflow of u)
+              POST /files {workflow_id: 1, name: 'f', path: 'p'} -> 200
+              POST /ro_crate_entities {workflow_id: 1, entity_id: 'p', entity_type: 'File', metadata: {a: [1]}, file_id: 1} -> 200 {id: 1}
+              POST /ro_crate_entities {workflow_id: 1, entity_id: 'q', entity_type: 'File', metadata: {}} -> 200 {id: 2}
+              POST /ro_crate_entities {workflow_id: 1, entity_id: 'r', entity_type: 'File', metadata: {}, file_id: 1} -> 422 for this workflow/file link
+              PUT /ro_crate_entities/2 {entity_id: 'p'} -> 422 for this workflow/entity_id link
+              POST /slurm_stats {workflow_id: 1, job_id: 1, run_id: 1, attempt_id: 1} -> 200
+              POST /slurm_stats {workflow_id: 1, job_id: 1, run_id: 1, attempt_id: 1} -> 409 the slurm stats exists already
+              POST /failure_handlers {workflow_id: 1, name: 'h', rules: '[]'} -> 200
+              POST /failure_handlers {workflow_id: 1, name: 'h', rules: '[]'} -> 409 the failure handler exists already: 'h'
+
+            actions are changed and deleted
+              (workflow of u)
+              POST /workflows/1/actions {workflow_id: 1, trigger_type: 'on_workflow_start', action_type: 'schedule_nodes', action_config: {scheduler_id: 1, num_allocations: 1}} -> 200
+              PUT /workflows/1/actions/1 {num_allocations: 3} -> 200 {action_config: {scheduler_id: 1, num_allocations: 3}}
+              PUT /workflows/1/actions/1 {} -> 422 must be an object of the keys
+              PUT /workflows/1/actions/1 {num_allocations: true} -> 422 must be of type int
+              PUT /workflows/1/actions/1 {nodes: 1} -> 422 has no key 'nodes'
+              PUT /workflows/1/actions/1 -> 422 the body must be an object
+              (workflow of u)
+              PUT /workflows/2/actions/1 {num_allocations: 1} -> 404 not found in workflow
+              DELETE /workflows/1/actions/1 -> 200
+              DELETE /workflows/1/actions/1 -> 404 not found in workflow
+              POST /workflows/1/actions {workflow_id: 1, trigger_type: 'on_worker_start', action_type: 'run_commands', action_config: {commands: ['x']}} -> 200 {id: 2}
+              PUT /workflows/1/actions/2 {commands: ['y']} -> 200 {action_config: {commands: ['y']}}
+              PUT /workflows/1/actions/2 {num_allocations: 1} -> 422 takes nothing else
+            """.replace('VERSION', torc.__version__))
 
     def test_times_of_all_shapes_count(self):
-        for text in ('2026-01-01T01:00:00+0100', '2026-01-01t00:00:00z', '2026-01-01T00:00:00.000000Z', '2026-01-01 00:00:00Z'):
-            with self.subTest(text):
-                workflow_id = self.create('a:')
-                node_id = self.node(workflow_id)
-                job = self.claim(workflow_id, node_id)['a']
-                self.good('PUT', f"/jobs/{job['id']}/start_job/1/{node_id}")
-                self.good('POST', f"/jobs/{job['id']}/complete_job/completed/1", dict(
-                    self.end(job, exec_time_minutes=2.0, completion_time=text), workflow_id=workflow_id, run_id=1, compute_node_id=node_id))
-                self.assertAlmostEqual(120, self.good('GET', f'/workflows/{workflow_id}/status')['walltime_seconds'], 2)
-
-    def test_who_may_see_everything_is_told_what_is_missing_and_not_which_bugs_there_are(self):
-        self.assertEqual(f'v{torc.__version__}', self.good('GET', '/version')['git_hash'])      # the commit of its release
-        with self.service.transaction():
-            torc.set_administrators(self.context, ['root'])
-        self.service.enforces_access = True
-        self.assertNotIn('git_hash', self.good('GET', '/version'))
-        self.assertEqual([404, 403], [self.ask('GET', '/files/999', None, '', caller, False)[0] for caller in ('root', 'ann')])
-
-    def test_words_that_clients_look_for_are_said(self):
-        workflow_id = self.create('a:')
-        self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})
-        event = self.good('POST', '/events', {'workflow_id': workflow_id, 'data': None})        # an event may say nothing
-        self.assertEqual((None, int(self.clock * 1000), event), (event['data'], event['timestamp'], self.good('PUT', f"/events/{event['id']}", event)))
-        answer = self.good('DELETE', '/user_data', query=f'workflow_id={workflow_id}')
-        self.assertEqual((1, 'Deleted 1 user data records of workflow 1'), (answer['deleted_count'], answer['message']))
-        self.service.users = unittest.mock.Mock(reload=lambda: 3)
-        self.assertEqual({'message': 'Auth credentials reloaded successfully', 'user_count': 3}, self.good('POST', '/admin/reload-auth'))
-        broken = unittest.mock.Mock(**{'reload.side_effect': torc.BadInput('no user in it')})
-        for users, kind in ((None, 'NoAuthFile'), (broken, 'ReloadFailed')):
-            self.service.users = users
-            status, value = self.ask('POST', '/admin/reload-auth')
-            self.assertEqual((422, kind), (status, value['error']['error']))
-
-    def test_rows_of_one_name_are_refused(self):
-        workflow_id = self.create('a:')
-        file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'p'})['id']
-        crate = {'workflow_id': workflow_id, 'entity_id': 'p', 'entity_type': 'File', 'metadata': {'a': [1]}, 'file_id': file_id}
-        stats = {'workflow_id': workflow_id, 'job_id': 1, 'run_id': 1, 'attempt_id': 1}
-        handler = {'workflow_id': workflow_id, 'name': 'h', 'rules': '[]'}
-        for path, body in (('/ro_crate_entities', crate), ('/slurm_stats', stats), ('/failure_handlers', handler), ('/slurm_stats', dict(stats, attempt_id=2))):
-            self.good('POST', path, body)
-        second = self.good('POST', '/ro_crate_entities', dict(crate, entity_id='q', file_id=None))['id']
-        for method, path, body, status, text in (
-                ('POST', '/failure_handlers', handler, 409, "the failure handler exists already: 'h'"),
-                ('POST', '/slurm_stats', stats, 409, 'the slurm stats exists already'),
-                ('POST', '/ro_crate_entities', dict(crate, entity_id='r'), 422, 'already exists for this workflow/file link'),
-                ('PUT', f'/ro_crate_entities/{second}', {'entity_id': 'p'}, 422, 'workflow/entity_id link')):
-            with self.subTest(path, text=text):
-                self.bad(status, text, method, path, body)
-
-    def test_actions_are_changed_and_deleted(self):
-        workflow_id, other = self.create('a:'), self.create('b:')
-        path = f'/workflows/{workflow_id}/actions'
-        config = {'scheduler_id': 1, 'scheduler_type': 'slurm', 'num_allocations': 1}
-        action, commands = (self.good('POST', path, {'workflow_id': workflow_id, 'trigger_type': trigger, 'action_type': kind, 'action_config': found})
-                            for trigger, kind, found in (('on_workflow_start', 'schedule_nodes', config), ('on_worker_start', 'run_commands', {'commands': ['x']})))
-        own = f"{path}/{action['id']}"
-        changed = self.good('PUT', own, {'num_allocations': 3, 'start_one_worker_per_node': True})
-        self.assertEqual(dict(config, num_allocations=3, start_one_worker_per_node=True), changed['action_config'])
-        for body, text in (({}, 'must be an object of the keys'), ({'num_allocations': True}, 'must be of type int'),
-                           ({'nodes': 1}, "has no key 'nodes'"), (None, 'the body must be an object')):
-            self.bad(422, text, 'PUT', own, body)
-        self.bad(404, 'not found in workflow', 'PUT', f"/workflows/{other}/actions/{action['id']}", {'num_allocations': 1})
-        self.assertEqual([changed, commands], self.good('GET', path))
-        self.good('DELETE', own)
-        self.bad(404, 'not found in workflow', 'DELETE', own)
-        self.assertEqual({'commands': ['y']}, self.good('PUT', f"{path}/{commands['id']}", {'commands': ['y']})['action_config'])
-        self.bad(422, 'takes nothing else', 'PUT', f"{path}/{commands['id']}", {'num_allocations': 1})
+        for text, plain in (('2026-01-01T01:00:00+0100', '2026-01-01T00:00:00.000Z'), ('2026-01-01t00:00:00z', '2026-01-01T00:00:00.000Z'),
+                            ('2026-01-01T00:00:00.000000Z', '2026-01-01T00:00:00.000000Z'), ('2026-01-01 00:00:00Z', '2026-01-01T00:00:00.000Z')):
+            self.assertEqual(plain, torc.check_value('end', 'time', text))
 
     def test_what_ready_jobs_need_is_added_up(self):
         empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
@@ -6960,7 +6928,7 @@ class ApiTest(ServiceTest):
         keys = ('num_jobs', 'num_cpus', 'num_gpus', 'memory_gb', 'max_num_nodes', 'max_runtime')
         for number, query, row in ((empty, '', (0, 0, 0, 0.0, 0, 'PT0S')), (workflow_id, '', (4, 20, 2, 9.0, 3, 'P1DT1H')),
                                    (workflow_id, 'scheduler_config_id=1', (2, 16, 2, 8.0, 3, 'P1DT1H'))):
-            self.assertEqual(dict(zip(keys, row)), self.good('GET', f'/workflows/{number}/ready_job_requirements', None, query))
+            self.assertEqual(dict(zip(keys, row)), self.ask('GET', f'/workflows/{number}/ready_job_requirements', None, query)[1])
 
     def test_jobs_are_listed_with_their_slurm_jobs(self):
         workflow_id = self.create('a:\nb:\nc:')
@@ -6975,13 +6943,13 @@ class ApiTest(ServiceTest):
                       completions=[self.end(job)] if job['name'] == 'a' else [])
         for name, slurm_job_id in (('a', '501'), ('c', '503')):
             self.call('create_slurm_stats', {'workflow_id': workflow_id, 'job_id': ids[name], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': slurm_job_id})
-        found = self.good('GET', f'/workflows/{workflow_id}/slurm_job_correlations')['items']
+        found = self.call('get_slurm_job_correlations', id=workflow_id)['items']
         self.assertEqual([('a', '501'), ('b', '502'), ('c', '503')], [(item['job_name'], item['slurm_job_id']) for item in found])
-        running = self.good('GET', f'/workflows/{workflow_id}/running_jobs')['items']
+        running = self.call('get_running_jobs', id=workflow_id)['items']
         self.assertEqual({'b': '502', 'c': None}, {job['job_name']: job.get('scheduler_job_id') for job in running})
         self.call('manage_status_change', id=ids['a'], status='running', run_id=1)
         self.store.run('UPDATE job SET compute_node_id = NULL WHERE id = ?', (ids['a'],))
-        by_hand = self.good('GET', f'/workflows/{workflow_id}/running_jobs')['items'][0]
+        by_hand = self.call('get_running_jobs', id=workflow_id)['items'][0]
         self.assertEqual(('a', '', ''), (by_hand['job_name'], by_hand['compute_node_name'], by_hand['scheduler_type']))
 
 

@@ -8827,16 +8827,6 @@ def known_scheduler(node: Values) -> Values:
     return node['scheduler'] if isinstance(node.get('scheduler'), dict) else {}
 
 
-def find_slurm_job(context: Context, node: Values) -> Optional[str]:
-    """The Slurm job that a compute node runs in, by what it says or by the record that it names."""
-    scheduler = known_scheduler(node)
-    number, record_id = scheduler.get('slurm_job_id'), scheduler.get('scheduler_id')
-    if not number and isinstance(record_id, int):
-        number = context.value('SELECT scheduler_id FROM scheduled_compute_node WHERE id = ? '
-                               'AND workflow_id = ?', (record_id, node['workflow_id']))
-    return str(number) if number else None
-
-
 def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int = 0,
                                limit: int = MAX_LIST_ITEMS) -> Values:
     """Which job ran, or runs, in which Slurm job, over all runs; each pair once."""
@@ -9101,10 +9091,15 @@ def create_compute_node(context: Context, body: Values) -> Values:
         if keeps_crate(context, workflow_id):
             put_software(context, workflow_id, 'torc')
     context.service.job_counts.pop(workflow_id, None)       # who begins shows what was done before
-    values = dict(body, labels=sorted(set(body.get('labels') or ())) or None,
-                  slurm_job=find_slurm_job(context, body))
-    if body.get('lease_s') and known_scheduler(body).get('slurm_job_id'):   # Torc's runners do it all
-        values.update(join_allocation(context, workflow_id, known_scheduler(body)))
+    scheduler = known_scheduler(body)
+    number, record_id = scheduler.get('slurm_job_id'), scheduler.get('scheduler_id')
+    values = dict(body, labels=sorted(set(body.get('labels') or ())) or None)
+    if number and body.get('lease_s'):      # Torc's runners do it all
+        values.update(join_allocation(context, workflow_id, scheduler))
+    elif not number and isinstance(record_id, int):
+        number = context.value('SELECT scheduler_id FROM scheduled_compute_node WHERE id = ? '
+                               'AND workflow_id = ?', (record_id, workflow_id))
+    values['slurm_job'] = str(number) if number else None
     return announce_node(context, 'compute_node_started', context.insert('compute_node', values))
 
 
@@ -9157,11 +9152,6 @@ def records_of(context: Context, workflow_id: int, slurm_job_id: int) -> List[Va
 def set_allocation_status(context: Context, record: Values, status: str, reason: str) -> None:
     """An allocation is in another status now, for a reason: one sentence with its evidence."""
     context.update('scheduled_compute_node', record['id'], {'status': status, 'reason': reason})
-    note_allocation_status(context, record, status, reason)
-
-
-def note_allocation_status(context: Context, record: Values, status: str, reason: str) -> None:
-    """Keep it among the workflow's events."""
     named = f"Slurm job {record['scheduler_id']}" if record['scheduler_id'] > 0 else 'not submitted'
     record_event(context, record['workflow_id'], {
         'category': 'scheduler', 'event_type': f'allocation_{status}',
@@ -9879,9 +9869,6 @@ def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX
     view, known = VIEWS.get(resource, resource), RESOURCES[resource].filters
     limit = page_size(offset, limit)
     if resource in VIEWS and 'status' in filters:
-        if filters['status'] not in STATUS_CODES:
-            raise BadInput(f"unknown status {printable(str(filters['status']))!r}; one of "
-                           f"{', '.join(STATUS_CODES)}", field='status')
         filters['status'] = STATUS_CODES[filters['status']]
     check_sort_field(sort_by, [column.name for column in context.columns(view)
                                if column.name not in PRIVATE_COLUMNS])
@@ -10058,9 +10045,7 @@ def update_scheduled_compute_node(context: Context, resource: str, row_id: int, 
     before = read_row(context, resource, row_id)
     record = update_row(context, resource, row_id, body)
     if record['status'] != before['status']:
-        reason = body.get('reason')
-        context.update(resource, row_id, {'reason': reason})
-        note_allocation_status(context, record, record['status'], reason or 'a client has said so')
+        set_allocation_status(context, record, record['status'], body.get('reason') or 'a client has said so')
     return read_row(context, resource, row_id)
 
 
@@ -10281,25 +10266,13 @@ def check_workflow_access(context: Context, workflow_id: int, user_name: str) ->
 
 # -------- the server --------
 
-@contextlib.contextmanager
-def failing_as(kind: str) -> Iterator[None]:
-    """What is refused in the block is an error of this kind, in Torc's words."""
-    try:
-        yield
-    except TorcError as error:
-        error.details['kind'] = kind
-        raise
-
-
 def reload_auth(context: Context) -> Values:
     """Read the password file again, and forget what was known of passwords."""
     check_admin(context)
     if context.service.users is None:
-        raise Refused('this server has no password file: it was started without --auth-file',
-                      kind='NoAuthFile')
-    with failing_as('ReloadFailed'):
-        count = context.service.users.reload()
-    return {'message': 'Auth credentials reloaded successfully', 'user_count': count}
+        raise Refused('this server has no password file: it was started without --auth-file')
+    return {'message': 'Auth credentials reloaded successfully',
+            'user_count': context.service.users.reload()}
 
 
 class Traffic:
@@ -10495,16 +10468,14 @@ def admin_sql(context: Context, body: Values) -> Values:
     service, writes, is_dry = context.service, bool(body.get('write')), bool(body.get('dry_run'))
     if not service.allows_sql or writes and not service.allows_sql_writes:
         raise Denied(f"SQL {'that writes ' if service.allows_sql else ''}is switched off on this server")
-    with failing_as('InvalidStatement'):
-        check_statement(body['sql'], writes, bool(body.get('allow_full_table')))
+    check_statement(body['sql'], writes, bool(body.get('allow_full_table')))
     wanted = body.get('limit')
     limit = max(1, min(MAX_LIST_ITEMS if wanted is None else wanted, MAX_LIST_ITEMS))
     if not writes:
-        with failing_as('QueryFailed'), reading_only(context.connection):
+        with reading_only(context.connection):
             return execute_statement(context, body['sql'], limit)
     try:
-        with failing_as('ExecutionFailed'):
-            answer = write_sql(context, body['sql'], limit, is_dry)
+        answer = write_sql(context, body['sql'], limit, is_dry)
     except Refused as error:
         if not is_dry:
             context.on_failure = functools.partial(add_audit, context, body, None, error.message)
@@ -10583,8 +10554,7 @@ def get_demand(context: Context, workflow_id: int) -> Values:
 def store_allocations(context: Context, workflow_id: int, body: Values) -> Values:
     """Store planned schedulers, bind jobs to them, and make the actions that submit their allocations.
 
-    Actions that would submit others for the same jobs are taken. With a `submission`, a SubmissionRequest,
-    records are made of the allocations that are due, and the first is handed out, as by take_submission.
+    Actions that would submit others for the same jobs are taken; `due` are those to be carried out now.
     Conflict if the workflow has other schedulers or allocations, or another run, than those that were known
     when the plan was made.
     """
@@ -10596,10 +10566,9 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
         raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers or allocations, '
                        'while these were planned: nothing was changed; see what it has now, and repeat the '
                        'command')
-    wanted = [row['action_id'] for row in (body.get('submission') or {}).get('actions') or ()]
-    check_owned(context, 'workflow_action', workflow_id, [*body['taken'], *wanted])
+    check_owned(context, 'workflow_action', workflow_id, body['taken'])
     taken = sum(take_action(context, action_id, None) for action_id in body['taken'])
-    scheduler_ids, due = [], []     # type: List[int], List[Values]
+    scheduler_ids, due = [], []     # type: List[int], List[int]
     for planned in body['schedulers']:
         scheduler_id = planned.get('scheduler_id')
         check_owned(context, 'job', workflow_id, planned['job_ids'])
@@ -10617,15 +10586,12 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
                 'action_type': 'schedule_nodes', 'is_recovery': True, 'action_config': {
                     'scheduler_type': 'slurm', 'scheduler_id': scheduler_id,
                     'num_allocations': stage['num_allocations']}})
-            due += [] if gates else [{'action_id': action['id']}]
+            due += [] if gates else [action['id']]
     record_event(context, workflow_id, {
         'category': 'scheduler', 'action': 'regenerate', 'scheduler_ids': scheduler_ids,
         'message': f'{len(scheduler_ids)} schedulers were planned for the jobs that are left; {taken} '
                    'actions that would submit allocations for them, too, were taken'})
-    answer = {}     # type: Values
-    if body.get('submission'):
-        answer = take_submission(context, workflow_id, dict(body['submission'], actions=due))
-    return dict(answer, scheduler_ids=scheduler_ids, taken=taken)
+    return {'scheduler_ids': scheduler_ids, 'taken': taken, 'due': due}
 
 
 def reclass_jobs(context: Context, workflow_id: int, job_ids: Ids, **changes: Optional[int]) -> None:
@@ -11179,7 +11145,7 @@ MODELS = {
         'name:name! priority:int resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'StoreAllocationsRequest': 'newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
-        'schedulers:[@StoredScheduler]! submission:@SubmissionRequest taken:[int]!',
+        'schedulers:[@StoredScheduler]! taken:[int]!',
     'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! '
         'scheduler_id:int stages:[@StoredStage]!',
     'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
@@ -11235,57 +11201,30 @@ def wrong_type(path: str, wanted: str, value: Any) -> BadInput:
     return BadInput(f'{path} must be {wanted}, not {shown}', field=path)
 
 
-def number_check(types: Any, least: float, most: float) -> Callable[[str, Any], None]:
-    """What refuses anything but a number of these types in a range; no integer of more than 64 bits."""
-    wanted = 'an integer' if types is int else 'a number'
+class Scalar(Row):
+    """A type of MODELS without parts."""
+    types: Any                          # in Python
+    wanted: str                         # for people
+    find_error: Callable[[Any], str]    # what is wrong with such a value; '': nothing
 
-    def check(path: str, value: Any) -> None:
-        if not isinstance(value, types) or isinstance(value, bool):
-            raise wrong_type(path, wanted, value)
+
+def in_range(least: float, most: float) -> Callable[[Any], str]:
+    """What finds numbers that are out of a range, and integers of more than 64 bits."""
+    def find_error(value: Any) -> str:
         if not -MAX_INTEGER - 1 <= value <= MAX_INTEGER and isinstance(value, int):
-            raise BadInput(f'{path} is beyond 64 bits', field=path)
-        if not least <= value <= most:      # NaN is in no range
-            raise BadInput(f'{path} is {value}; it must be between {least:g} and {most:g}', field=path)
-    return check
+            return 'is beyond 64 bits'
+        # NaN is in no range
+        return '' if least <= value <= most else f'is {value}; it must be between {least:g} and {most:g}'
+    return find_error
 
 
-def check_bool(path: str, value: Any) -> None:
-    """Refuse anything but true and false."""
-    if not isinstance(value, bool):
-        raise wrong_type(path, 'true or false', value)
-
-
-def check_str(path: str, value: Any) -> None:
-    """Refuse anything but text that can be stored."""
-    if not isinstance(value, str):
-        raise wrong_type(path, 'text', value)
-    if UNSTORABLE.search(value):
-        raise BadInput(f'{path} {text_error(value)}', field=path)
-
-
-def check_command(path: str, value: Any) -> None:
-    """Refuse what no shell can be given."""
-    check_str(path, value)
-    error = command_error(value)
-    if error:
-        raise BadInput(f'{path} {error}', field=path)
-
-
-def check_name(path: str, value: Any) -> None:
-    """Refuse anything but printable text of sensible length."""
-    check_str(path, value)
-    error = name_error(value)
-    if error:
-        raise BadInput(f'{path} {error}', field=path)
-
-
-def check_time(path: str, value: Any) -> None:
-    """Refuse anything but a time that can be read back."""
-    check_str(path, value)
+def time_error(text: str) -> str:
+    """Why a text is no time, or ''."""
     try:
-        parse_time(value)
+        parse_time(text)
     except ValueError as error:
-        raise BadInput(f'{path}: {printable(str(error))}', field=path) from None
+        return f'cannot be read: {printable(str(error))}'
+    return ''
 
 
 PLAIN_TIME = Expression(r'[-0-9]+T[0-9:.]+(?:Z|[-+][0-9]+:[0-9]+)\Z')     # as SQLite reads it, too
@@ -11296,33 +11235,56 @@ def plain_time(text: str) -> str:
     return text if PLAIN_TIME.match(text) else format_time(parse_time(text))
 
 
-def check_rules(path: str, value: Any) -> None:
-    """Refuse rules of a failure handler that no runner could follow: JSON text of a list of objects."""
-    check_str(path, value)
+def rules_error(text: str) -> str:
+    """Why a text cannot be the rules of a failure handler, JSON text of a list of objects, or ''."""
     try:
-        rules = parse_json(value)
+        rules = parse_json(text)
     except ValueError as error:
-        raise BadInput(f'{path} is not JSON: {printable(str(error))}', field=path) from None
-    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-        raise wrong_type(path, 'JSON text of a list of objects', value)
-    check_any(path, rules)
+        return f'is not JSON: {printable(str(error))}'
+    is_list = isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules)
+    return any_error(rules) if is_list else 'must be JSON text of a list of objects'
 
 
-def check_any(path: str, value: Any, depth: int = 0) -> None:
-    """Refuse JSON values that cannot be stored: too deep, beyond 64 bits, with unstorable text."""
+def any_error(value: Any, depth: int = 0) -> str:
+    """Why a JSON value cannot be stored, or '': too deep, beyond 64 bits, with unstorable text."""
     if depth > MAX_DEPTH:
-        raise BadInput(f'{path} is nested more than {MAX_DEPTH} levels deep', field=path)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            check_any(path, key, depth + 1)
-            check_any(path, item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            check_any(path, item, depth + 1)
-    elif isinstance(value, str):
-        check_str(path, value)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        SCALARS['float'](path, value)
+        return f'is nested more than {MAX_DEPTH} levels deep'
+    if isinstance(value, (dict, list)):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return next(filter(None, (any_error(part, depth + 1) for part in parts)), '')
+    if isinstance(value, str):
+        return text_error(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return SCALARS['float'].find_error(value) if is_number else ''
+
+
+REAL = (int, float)
+SCALARS = {     # type of MODELS -> what it is
+    'int':       Scalar(int, 'an integer', in_range(-MAX_INTEGER - 1, MAX_INTEGER)),
+    'ordinal':   Scalar(int, 'an integer', in_range(0, 1e9)),
+    'count':     Scalar(int, 'an integer', in_range(1, 1e9)),
+    'nodes':     Scalar(int, 'an integer', in_range(0, 1e5)),
+    'float':     Scalar(REAL, 'a number', in_range(-sys.float_info.max, sys.float_info.max)),
+    'minutes':   Scalar(REAL, 'a number', in_range(0, 1e9)),    # of which a sum is exact
+    'gigabytes': Scalar(REAL, 'a number', in_range(0, 1e9)),
+    'bool':      Scalar(bool, 'true or false', lambda value: ''),
+    'str':       Scalar(str, 'text', text_error),
+    'name':      Scalar(str, 'text', lambda text: text_error(text) or name_error(text)),
+    'command':   Scalar(str, 'text', lambda text: text_error(text) or command_error(text)),
+    'time':      Scalar(str, 'text', lambda text: text_error(text) or time_error(text)),
+    'rules':     Scalar(str, 'text', lambda text: text_error(text) or rules_error(text)),
+    'any':       Scalar(object, '', any_error),
+}   # type: Dict[str, Scalar]
+
+
+def check_scalar(path: str, kind: str, value: Any) -> None:
+    """Refuse a value that is not of a type of SCALARS."""
+    types, wanted, find_error = SCALARS[kind]
+    if not isinstance(value, types) or isinstance(value, bool) and types in (int, REAL):
+        raise wrong_type(path, wanted, value)
+    error = find_error(value)
+    if error:
+        raise BadInput(f'{path} {error}', field=path)
 
 
 def check_planned_jobs(path: str, value: Any) -> None:
@@ -11334,47 +11296,26 @@ def check_planned_jobs(path: str, value: Any) -> None:
     with explaining_plan():
         names, commands, scripts, envs = list(zip(*value))[:4]      # by column, for they are many
         texts = [*commands, *filter(None, scripts)]
-        check_str(f'{path}.command', '\n'.join(texts))
-        check_command(f'{path}.command', max(texts, key=len))
+        check_scalar(f'{path}.command', 'str', '\n'.join(texts))
+        check_scalar(f'{path}.command', 'command', max(texts, key=len))
         for env in filter(None, envs):
             check_value(f'{path}.env', '{str}', env)
         for name in names:
-            check_name(f'{path}.name', name)
-
-
-def check_word(path: str, value: Any, words: Sequence[str]) -> None:
-    """Refuse anything but one of some words."""
-    if value not in words:
-        raise wrong_type(path, 'one of ' + ', '.join(words), value)
-
-
-REAL = (int, float)
-SCALARS = {     # type of MODELS -> what refuses other values
-    'int':       number_check(int, -MAX_INTEGER - 1, MAX_INTEGER),
-    'ordinal':   number_check(int, 0, 1e9),
-    'count':     number_check(int, 1, 1e9),
-    'nodes':     number_check(int, 0, 1e5),
-    'float':     number_check(REAL, -sys.float_info.max, sys.float_info.max),
-    'minutes':   number_check(REAL, 0, 1e9),     # of which a sum is exact
-    'gigabytes': number_check(REAL, 0, 1e9),
-    'bool':      check_bool,
-    'str':       check_str,
-    'any':       check_any,
-    'name':      check_name,
-    'command':   check_command,
-    'time':      check_time,
-    'rules':     check_rules,
-    'planned_jobs': check_planned_jobs,
-}   # type: Dict[str, Callable[[str, Any], None]]
-SCALARS.update(('@' + name, functools.partial(check_word, words=words)) for name, words in ENUMS.items())
+            check_scalar(f'{path}.name', 'name', name)
 
 
 def check_value(path: str, kind: str, value: Any) -> Any:
     """Refuse a value that is not of a type of MODELS; the value, without what no model knows."""
-    check = SCALARS.get(kind)
-    if check is not None:
-        check(path, value)
+    if kind in SCALARS:
+        check_scalar(path, kind, value)
         return plain_time(value) if kind == 'time' else value
+    if kind == 'planned_jobs':
+        check_planned_jobs(path, value)
+        return value
+    if kind[1:] in ENUMS:
+        if value not in ENUMS[kind[1:]]:
+            raise wrong_type(path, 'one of ' + ', '.join(ENUMS[kind[1:]]), value)
+        return value
     if kind[0] in '[(':
         if not isinstance(value, (list, tuple)):
             raise wrong_type(path, 'a list', value)
@@ -11386,7 +11327,7 @@ def check_value(path: str, kind: str, value: Any) -> Any:
         if not isinstance(value, dict):
             raise wrong_type(path, 'an object', value)
         for key, item in value.items():     # a type that ends in ? may be null
-            check_str(path, key)
+            check_scalar(path, 'str', key)
             if item is not None or kind[-2] != '?':
                 check_value(f'{path}.{printable(key)}', kind[1:-1].rstrip('?'), item)
         return value
@@ -11711,12 +11652,12 @@ def match_route(method: str, parts: Tuple[str, ...]) -> Optional[Route]:
 def parse_parameter(name: str, kind: str, text: str) -> Any:
     """A query or path parameter as a value."""
     if kind == 'str':
-        check_str(name, text)
+        check_scalar(name, 'str', text)
         return text
     if kind == 'bool' and text.lower() in ('true', 'false', '1', '0'):
         return text.lower() in ('true', '1')
     if kind == 'int' and re.match(r'[-+]?[0-9]{1,20}\Z', text):
-        SCALARS['int'](name, int(text))
+        check_scalar(name, 'int', int(text))
         return int(text)
     wanted = {'int': 'an integer', 'bool': 'true or false'}[kind]
     raise BadInput(f'{name} must be {wanted}, not {printable(text)[:60]!r}', http=400, field=name)
@@ -11760,7 +11701,8 @@ def prepare_call(route: Route, parameters: Dict[str, Any], body: Any) -> Call:
     if route.body:
         is_optional = route.name == 'claim_action' and body is None
         arguments['body'] = body if is_optional else check_body(route.body, body)
-    if 'status' in arguments and '{status}' in route.path and arguments['status'] not in STATUS_CODES:
+    is_of_job = '{status}' in route.path or route.resource in VIEWS
+    if is_of_job and 'status' in arguments and arguments['status'] not in STATUS_CODES:
         raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}",
                        field='status')
     return Call(route, arguments)
@@ -11787,20 +11729,16 @@ def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]
         if table == 'task' and (found is None or not may_use(context, found, context.caller)):
             raise NotFound(f'task {row_id} not found')    # as in Torc
         about.append((found, f"{table.replace('_', ' ')} {row_id}"))
-    about += [(number, f'workflow {number}') for number in named_workflows(arguments.get('body'))]
+    body = arguments.get('body')
+    if isinstance(body, dict):      # it may name some, itself or in its lists
+        lists = (value for value in body.values() if isinstance(value, list))
+        rows = [body, *(row for row in itertools.chain.from_iterable(lists) if isinstance(row, dict))]
+        named = {row['workflow_id'] for row in rows if type(row.get('workflow_id')) is int}
+        about += [(number, f'workflow {number}') for number in named]
     for workflow_id, what in about:
         check_may_use(context, workflow_id, what)
     if not about:
         check_admin(context)
-
-
-def named_workflows(body: Any) -> Set[int]:
-    """Ids of the workflows that a checked body names, itself or in its lists."""
-    if not isinstance(body, dict):
-        return set()
-    lists = (value for value in body.values() if isinstance(value, list))
-    rows = [body, *(row for row in itertools.chain.from_iterable(lists) if isinstance(row, dict))]
-    return {row['workflow_id'] for row in rows if type(row.get('workflow_id')) is int}
 
 
 def check_body(model: str, body: Any) -> Any:
@@ -11859,7 +11797,13 @@ def parse_call(method: str, path: str, query: str, body: Union[bytes, bytearray]
     texts = urllib.parse.parse_qs(query, keep_blank_values=True, errors='surrogateescape')
     # Those that the route does not know are ignored, as in Torc.
     found.update((name, texts[name]) for name in parse_model(route.query) if name in texts)
-    return prepare_call(route, parse_values(route, found), parse_body(body) if route.body else None)
+    value = None    # of a body that is empty, too
+    if route.body and body.strip():
+        try:
+            value = parse_json(body.decode('utf-8'))
+        except ValueError as error:     # of both: a UnicodeDecodeError is one
+            raise BadInput(f'the body is not JSON: {printable(str(error))}', http=400) from None
+    return prepare_call(route, parse_values(route, found), value)
 
 
 def answer_call(service: Service, call: Call, caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
@@ -11887,16 +11831,6 @@ def answer_failure(error: Exception, what: str) -> Tuple[int, Any]:
                            'message': "a bug in torc.py; the server's log has the traceback"}}
 
 
-def parse_body(body: Union[bytes, bytearray]) -> Any:
-    """A request's body as a value; nothing at all is null."""
-    if not body.strip():
-        return None
-    try:
-        return parse_json(body.decode('utf-8'))
-    except ValueError as error:     # of both: a UnicodeDecodeError is one
-        raise BadInput(f'the body is not JSON: {printable(str(error))}', http=400) from None
-
-
 RETRY_WORDS = Expression('connection|timeout|network|dns|resolve|unreachable', re.IGNORECASE)
 SOFT_HYPHEN = '\u00ad'      # no reader sees it
 
@@ -11911,7 +11845,7 @@ def format_error(error: TorcError) -> Dict[str, Any]:
     details = {key: part_retry_words(item) if key == 'value' and isinstance(item, str) else item
                for key, item in error.details.items()}
     kinds = {401: 'Unauthorized', 403: 'Forbidden', 404: 'NotFound', 409: 'Conflict'}
-    kind = details.pop('kind', None) or kinds.get(error.http, type(error).__name__)
+    kind = kinds.get(error.http, type(error).__name__)
     return {'error': dict(details, error=kind, message=part_retry_words(error.message))}
 
 
@@ -27981,16 +27915,13 @@ class Submitter:
         self.callers = {}           # type: Dict[str, Caller]  # by output directory
         self.warned = set()         # type: Set[int]  # schedulers
 
-    def run(self, request: Dict[str, Any], plan: Optional[Dict[str, Any]] = None,
-            waits: bool = True) -> 'Submitter':
+    def run(self, request: Dict[str, Any], waits: bool = True) -> 'Submitter':
         """Submit what the server makes for a request (SubmissionRequest), and what others have left.
 
-        A plan, a StoreAllocationsRequest, is stored first, and what is due of it is submitted. Unless it
-        `waits`, what Slurm does not take now, or somebody has in hand, is left to the next call.
+        Unless it `waits`, what Slurm does not take now, or somebody has in hand, is left to the next call.
         """
         failures, hold = 0, {'hold_s': SBATCH_HOLD_S}
-        body = dict(plan, submission=dict(request, **hold)) if plan else dict(request, **hold)
-        answer = self.answer = self.ask('store_allocations' if plan else 'take_submission', body)
+        answer = self.answer = self.ask(dict(request, **hold))
         while answer['allocation'] or waits and answer['wait_s'] is not None and failures < SBATCH_TRIES:
             ended, pause_s = [], min(answer['wait_s'], SBATCH_PAUSE_S)
             why, wait_s = 'another command has it in hand, or had when it was killed', answer['wait_s']
@@ -28002,18 +27933,18 @@ class Submitter:
             if pause_s:
                 if why != self.why_left:
                     self.session.report(f'{why}: looking into the queue in {wait_s:.0f} s')
-                answer, ended, self.why_left = self.ask('take_submission', {'ended': ended}), [], why
+                answer, ended, self.why_left = self.ask({'ended': ended}), [], why
                 if not waits or failures >= SBATCH_TRIES:
                     break
                 self.session.client.close()     # runners that have begun need the database
                 time.sleep(pause_s)
-            answer = self.ask('take_submission', dict(hold, ended=ended))
+            answer = self.ask(dict(hold, ended=ended))
         self.left = answer['left']
         return self
 
-    def ask(self, op: str, body: Dict[str, Any]) -> Dict[str, Any]:
+    def ask(self, body: Dict[str, Any]) -> Dict[str, Any]:
         """Tell the server what became of an allocation, and take the next in hand."""
-        answer = self.session.call(op, body, workflow_id=self.workflow['id'])
+        answer = self.session.call('take_submission', body, workflow_id=self.workflow['id'])
         for end in body.get('ended') or ():
             if end.get('slurm_job_id') in answer['surplus']:
                 ask_slurm(slurm_argv('scancel', end['slurm_job_id']))
@@ -29119,7 +29050,7 @@ def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, 
 def perform_regeneration(session: Session, workflow: Dict[str, Any],
                          planned: Regeneration) -> Dict[str, Any]:
     """Store what was planned, and submit what is due."""
-    number, options, outcome, stored = workflow['id'], planned.options, None, None      # type: Any
+    number, options, outcome, stored = workflow['id'], planned.options, None, {}    # type: Any
     if options.submits or not planned.is_begun:
         begin_workflow(session, workflow, options.settings, False)
     if not planned.is_begun:    # that may have canceled some of its jobs
@@ -29127,19 +29058,18 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any],
     demand = planned.demand
     if planned.renewals:
         actions = session.call('get_workflow_actions', workflow_id=number)
-        stored = stored_plan_of(demand, planned.renewals, actions_to_take(demand, planned.plan, actions))
+        body = stored_plan_of(demand, planned.renewals, actions_to_take(demand, planned.plan, actions))
+        stored = session.call('store_allocations', body, workflow_id=number)
     if options.submits:
-        outcome = Submitter(session, workflow).run({'settings': options.settings}, stored)
+        due = [{'action_id': action_id} for action_id in stored.get('due') or ()]
+        outcome = Submitter(session, workflow).run({'settings': options.settings, 'actions': due})
         report_troubles(session, workflow, outcome)
-        answer = outcome.answer
-    else:
-        answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
     known = [renewal.scheduler_id for renewal in planned.renewals]
-    value = describe_regeneration(number, planned, answer.get('scheduler_ids') or known)
+    value = describe_regeneration(number, planned, stored.get('scheduler_ids') or known)
     value.update(total_allocations=sum_allocations(planned.renewals),
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
                  allocations_deferred=sum_allocations(planned.renewals, True),
-                 warnings=planned.warnings, actions_taken=answer.get('taken', 0),
+                 warnings=planned.warnings, actions_taken=stored.get('taken', 0),
                  slurm_job_ids=outcome.numbers if outcome else [])
     return value
 
