@@ -1355,7 +1355,7 @@ class NamesTest(unittest.TestCase):
             if torc.name_error(text):
                 wanted = f'name {torc.name_error(text)}'
                 self.assertIn(wanted, problems_of({'name': 'w', 'jobs': [{'name': text, 'command': 'c'}]})[0])
-                self.assertRaisesRegex(torc.BadInput, re.escape(wanted), torc.check_name, 'name', text)
+                self.assertRaisesRegex(torc.BadInput, re.escape(wanted), torc.check_value, 'name', 'name', text)
 
 
 class CyclesTest(unittest.TestCase):
@@ -9288,7 +9288,7 @@ class ServerTest(WorldTest):
             self.assertEqual([200], statuses(read_answers(client, 1)))
 
     def test_a_bug_costs_one_answer_or_one_client(self) -> None:
-        for name, how, expected in (('parse_body', {'side_effect': ZeroDivisionError}, [500]), ('format_answer', {'side_effect': ZeroDivisionError}, []),
+        for name, how, expected in (('prepare_call', {'side_effect': ZeroDivisionError}, [500]), ('format_answer', {'side_effect': ZeroDivisionError}, []),
                                     ('answer_call', {'return_value': (200, math.inf)}, [500])):
             with self.subTest(name), unittest.mock.patch.object(torc, name, **how):
                 self.assertEqual(expected, statuses(self.server.ask(self.CREATE)))

@@ -9264,16 +9264,11 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
         is_alive, why = lives(hostname, pid, identity or ''), f'its process {pid} does not exist any more'
         if is_alive or is_alive is None and now <= word.lease_ends_at:
             continue
-        try:
-            with context.savepoint():
-                if is_alive is None and jobs_of(context, node_id, RUNNING):
-                    release_claims(context, get_row(context, 'compute_node', node_id),
-                                   SILENCE.format(lease_s))
-                    continue
-                release_node(context, node_id, why if is_alive is False else SILENCE.format(lease_s))
+        if is_alive is None and jobs_of(context, node_id, RUNNING):
+            release_claims(context, get_row(context, 'compute_node', node_id), SILENCE.format(lease_s))
+        else:
+            release_node(context, node_id, why if is_alive is False else SILENCE.format(lease_s))
             lost.append(node_id)
-        except TorcError as error:      # the other nodes' jobs must not wait for it
-            log.error('compute node %d cannot be released: %s', node_id, error.message)
     return lost
 
 
@@ -10278,28 +10273,23 @@ def reload_auth(context: Context) -> Values:
 class Traffic:
     """How many requests and bytes came and went, for each second of the last hour in which some did."""
     MOST_S = 3600
-    KEYS = ('request_count', 'bytes_in', 'bytes_out', 'status_2xx', 'status_4xx', 'status_5xx',
-            'status_other')
-    SLOTS = {2: 4, 4: 5, 5: 6}      # first digit of a status -> index in a row; others: 7
+    STATUSES = ('status_2xx', 'status_4xx', 'status_5xx', 'status_other')
+    KEYS = ('request_count', 'bytes_in', 'bytes_out', *STATUSES)
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self.lock = threading.Lock()
-        self.rows = collections.deque(maxlen=self.MOST_S)   # type: collections.deque   # [second, *KEYS]
+        self.rows = collections.deque(maxlen=self.MOST_S)   # type: collections.deque   # (second, Counter)
 
     def add(self, status: int, bytes_in: int, bytes_out: int) -> None:
         """A request was answered."""
+        name = f'status_{status // 100}xx'
         with self.lock:
             second = int(self.now())
             if not self.rows or second != self.rows[-1][0]:
-                self.rows.append([second] + [0] * len(self.KEYS))
-            for slot, count in ((1, 1), (2, bytes_in), (3, bytes_out), (self.SLOTS.get(status // 100, 7), 1)):
-                self.rows[-1][slot] += count
-
-    def read(self) -> List[List[int]]:
-        """The rows as they are now."""
-        with self.lock:
-            return [list(row) for row in self.rows]
+                self.rows.append((second, collections.Counter()))
+            self.rows[-1][1].update({'request_count': 1, 'bytes_in': bytes_in, 'bytes_out': bytes_out,
+                                     name if name in self.STATUSES else 'status_other': 1})
 
 
 def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds: int = 60) -> Values:
@@ -10307,15 +10297,14 @@ def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds
     check_admin(context)
     window = max(1, min(window_seconds, Traffic.MOST_S))
     interval = max(1, min(interval_seconds, window))
-    now = context.now()
-    buckets = {start: [0] * len(Traffic.KEYS)
+    now, traffic = context.now(), context.service.traffic or Traffic(context.now)   # none without a server
+    buckets = {start: collections.Counter()
                for start in range(int(now) // interval * interval, int(now) - window, -interval)}
-    for second, *counts in context.service.traffic.read() if context.service.traffic is not None else ():
-        bucket = buckets.get(second // interval * interval)
-        if bucket is not None:
-            bucket[:] = map(operator.add, bucket, counts)
+    with traffic.lock:
+        for second, counts in traffic.rows:
+            buckets.get(second // interval * interval, collections.Counter()).update(counts)
     return {'now_ms': int(now * 1000), 'interval_seconds': interval, 'window_seconds': window,
-            'buckets': [dict(zip(Traffic.KEYS, counts), start_ms=start * 1000)
+            'buckets': [dict({key: counts[key] for key in Traffic.KEYS}, start_ms=start * 1000)
                         for start, counts in buckets.items()]}
 
 
