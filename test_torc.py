@@ -5785,7 +5785,7 @@ class SubmissionRecordTest(ScenarioTest):
           take action -> got=1+ left=2 records=1:0:pending,2:0:pending action=true: idle=
           take action -> got=2+ left=2
           take -> got= left=2 wait=60
-          take 1=41 2=42 -> got= left=0 surplus= records=1:41:pending,2:42:pending
+          take 1=41 2=42 -> got= left=0 surplus= records=1:41:pending,2:42:pending kept=/o,/o
           archive; take action -> refused='is archived; unarchive it first'
 
         what somebody has in hand is free after a while, and what is not clear is looked at again
@@ -5800,6 +5800,7 @@ class SubmissionRecordTest(ScenarioTest):
         a refusal is of all that were not in hand, and is due again unless it got some; a runner does not try for ever
           a
           take action; take 1='Invalid account' -> got= gone=2 records= action='false:2 allocations were refused by Slurm: Invalid account'
+          -> told='action_completed:2 allocations to submit,action_failed:2 allocations were refused by Slurm: Invalid account'
           turn n1 -> due=
           take action; take 3=41 -> got=4+
           take 4='Too many jobs' -> gone=1 records=3:41:pending action='true:1 allocation was refused by Slurm: Too many jobs'
@@ -5922,6 +5923,14 @@ class SubmissionRecordTest(ScenarioTest):
 
     def see_idle(self) -> List[str]:
         return ['1' for action_id in self.answer['idle_actions'] if action_id == self.action_id]
+
+    def see_kept(self) -> List[str]:
+        """The output directories of allocations, which their Slurm jobs' journals lie in."""
+        return [row['output_dir'] for row in self.call('survey_allocations', workflow_id=self.workflow_id)['allocations']]
+
+    def see_told(self) -> List[str]:
+        events = self.call('list_events', workflow_id=self.workflow_id, category='action')['items']
+        return ['{event_type}:{message}'.format(**event['data']) for event in events]
 
     def see_action(self) -> List[str]:
         """Whether it was executed, and why it failed."""
@@ -6495,6 +6504,9 @@ class RecoverJobsTest(ScenarioTest):
 
     def test_recoveries(self):
         self.assertScenarios(self.SCENARIOS, ENDED=self.ENDED)
+        file_id = self.call('create_file', {'workflow_id': self.workflow_id, 'name': 'f', 'path': 'f'})['id']
+        self.call('recover_jobs', {'run_id': self.run_id(), 'reset': [], 'requirements': [], 'files': {str(file_id): 12.5}}, workflow_id=self.workflow_id)
+        self.assertEqual(12.5, self.call('get_file', id=file_id)['st_mtime'])
 
     def do_alter(self, job: str) -> None:
         """The command of a job that has ended changes."""

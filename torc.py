@@ -9025,23 +9025,24 @@ def note_submissions(context: Context, workflow_id: int, ended: Sequence[Values]
     """
     table, surplus, num_refused = 'scheduled_compute_node', [], 0
     for row in ended:
-        found = context.select(table, 'WHERE id = ? AND workflow_id = ?', (row['id'], workflow_id))
-        record = found[0] if found else {'status': 'canceled', 'scheduler_id': 0}
-        number, is_canceled = row.get('slurm_job_id'), record['status'] == 'canceled'
-        if number is not None and (is_canceled or record['scheduler_id'] not in (0, number)):
+        status, known, scheduler_id, text = context.one(
+            f'SELECT status, scheduler_id, scheduler_config_id, submission FROM {table} WHERE id = ? '
+            'AND workflow_id = ?', (row['id'], workflow_id)) or ('canceled', 0, 0, None)
+        number, is_canceled = row.get('slurm_job_id'), status == 'canceled'
+        if number is not None and (is_canceled or known not in (0, number)):
             surplus.append(number)
         elif number is not None:
-            settings = dict(record.get('submission') or {}, cluster=row.get('cluster') or '',
+            settings = dict(json.loads(text or '{}'), cluster=row.get('cluster') or '',
                             submitted_at=context.now())
             context.update(table, row['id'], {'scheduler_id': number, 'submission': settings})
         elif row.get('retry_s') is not None:
             context.run(f'UPDATE {table} SET submit_after = ? WHERE id = ?',
                         (context.now() + row['retry_s'], row['id']))
-        elif not is_canceled and not record['scheduler_id']:
+        elif not is_canceled and not known:
             # Slurm takes none of the others of this scheduler either
             gone = context.rows(f'SELECT id, made_for FROM {table} WHERE id = ? OR workflow_id = ? AND '
                                 f'scheduler_config_id = ? AND {IS_UNSUBMITTED} AND submit_after IS NULL',
-                                (row['id'], workflow_id, record['scheduler_config_id']))
+                                (row['id'], workflow_id, scheduler_id))
             run_by_ids(context, f'DELETE FROM {table} WHERE id IN', [each[0] for each in gone])
             num_refused += len(gone)
             for action_id, count in collections.Counter(each[1] for each in gone if each[1]).items():
@@ -9532,11 +9533,6 @@ TRIGGER_REASONS = {
     'on_jobs_complete': 'waits until its jobs have ended: {} of {} have, not yet {}'}
 
 
-ALLOCATION_COLUMNS = (
-    'scheduler.name, scheduler.partition, scheduler.nodes, scheduler.walltime, scheduler.mem, '
-    'scheduler.gres, scheduler.ntasks_per_node, scheduler.extra, '
-    '(SELECT slurm_defaults FROM workflow WHERE id = scheduler.workflow_id)')
-ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem', 'gres')
 RUNNER_KEYS = ('hostname', 'compute_node_type', 'num_cpus', 'memory_gb', 'num_gpus', 'num_nodes',
                'scheduler_config_id')
 
@@ -9592,18 +9588,15 @@ def describe_allocations(context: Context, workflow_id: int, runners: Sequence[V
     members = collections.defaultdict(list)     # type: Dict[Any, List[Values]]
     for runner in runners:
         members[runner['slurm_job_id']].append(runner)
-    rows = context.rows(
-        'SELECT allocation.id, allocation.scheduler_id, allocation.status, scheduler.id, submission, '
-        f'{ALLOCATION_COLUMNS} FROM scheduled_compute_node allocation LEFT JOIN slurm_scheduler scheduler '
-        'ON scheduler.id = allocation.scheduler_config_id WHERE allocation.workflow_id = ? '
-        "AND allocation.status IN ('pending', 'active') ORDER BY allocation.id", (workflow_id,))
-    found = []
-    for allocation_id, slurm_job_id, status, config_id, settings, *cells in rows:
+    schedulers, found = describe_schedulers(context, workflow_id), []
+    for allocation_id, slurm_job_id, status, config_id, settings in context.rows(
+            'SELECT id, scheduler_id, status, scheduler_config_id, submission FROM scheduled_compute_node '
+            "WHERE workflow_id = ? AND status IN ('pending', 'active') ORDER BY id", (workflow_id,)):
         mine = members.get(str(slurm_job_id), [])
         left = [runner['remaining_seconds'] for runner in mine]
         found.append({
             'allocation_id': allocation_id, 'slurm_job_id': slurm_job_id, 'status': status,
-            'scheduler_config_id': config_id, **describe_scheduler(cells), 'num_runners': len(mine),
+            **schedulers.get(config_id, NO_SCHEDULER), 'num_runners': len(mine),
             'max_parallel_jobs': json.loads(settings or '{}').get('max_parallel_jobs'),
             'num_jobs': sum(runner['num_jobs'] for runner in mine),
             'remaining_seconds': max((left_s for left_s in left if left_s is not None), default=None)})
@@ -9613,30 +9606,23 @@ def describe_allocations(context: Context, workflow_id: int, runners: Sequence[V
 # sbatch(1) options that say otherwise what a node's share has than the fields of a scheduler do.
 OPEN_CPUS = {'cpus-per-task', 'c', 'exclusive'}
 OPEN_GPUS = {'gpus', 'G', 'gpus-per-node', 'gpus-per-task', 'gpus-per-socket', 'gres'}
+NO_SCHEDULER = dict.fromkeys(('scheduler_config_id', 'scheduler_name', 'num_nodes', 'partition', 'walltime',
+                              'mem', 'gres', 'num_cpus'), None)     # of an allocation whose scheduler is gone
+NO_SCHEDULER['num_gpus'] = 0
 
 
-def describe_scheduler(cells: Cells) -> Values:
-    """What ALLOCATION_COLUMNS say of an allocation; None: what its nodes have is left to other options."""
-    *cells, num_cpus, extra, defaults = cells
-    described = dict(zip(ALLOCATION_KEYS, cells))
-    options = {name for name, value in json.loads(defaults or '{}').items() if value is not False}
-    options.update(word[2:].partition('=')[0] if word.startswith('--') else word[1:2]
-                   for word in (extra or '').split() if word.startswith('-'))
-    return dict(described, num_cpus=None if options & OPEN_CPUS else num_cpus or None,
-                num_gpus=None if options & OPEN_GPUS else count_gpus(described['gres'] or ''))
-
-
-def due_allocations(context: Context, workflow_id: int) -> List[Values]:
-    """What the schedule_nodes actions will allocate that are due."""
-    found = []
-    for action in context.select('workflow_action', *due_condition(context, workflow_id, (),
-                                                                   "AND action_type = 'schedule_nodes'")):
-        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
-        cells = context.one(f'SELECT {ALLOCATION_COLUMNS} FROM slurm_scheduler scheduler WHERE id = ?',
-                            (config.get('scheduler_id'),))
-        if cells:
-            found.append(dict(describe_scheduler(cells), action_id=action['id'],
-                              max_parallel_jobs=config.get('max_parallel_jobs')))
+def describe_schedulers(context: Context, workflow_id: int) -> Dict[int, Values]:
+    """What the allocations of each scheduler have; None: what other options decide about, or nobody."""
+    found, defaults = {}, get_row(context, 'workflow', workflow_id).get('slurm_defaults') or {}
+    for row in context.select('slurm_scheduler', 'WHERE workflow_id = ?', (workflow_id,)):
+        options = {name for name, value in defaults.items() if value is not False}
+        options.update(word[2:].partition('=')[0] if word.startswith('--') else word[1:2]
+                       for word in row.get('extra', '').split() if word.startswith('-'))
+        found[row['id']] = {
+            'scheduler_config_id': row['id'], 'scheduler_name': row.get('name'), 'num_nodes': row['nodes'],
+            **{key: row.get(key) for key in ('partition', 'walltime', 'mem', 'gres')},
+            'num_cpus': None if options & OPEN_CPUS else row.get('ntasks_per_node') or None,
+            'num_gpus': None if options & OPEN_GPUS else count_gpus(row.get('gres', ''))}
     return found
 
 
@@ -9648,7 +9634,14 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
     # An active one without a runner was put back into the queue.
     places += [place_of_allocation(workflow, row, 'allocation') for row in allocations
                if not row['num_runners']]
-    places += [place_of_allocation(workflow, row, 'action') for row in due_allocations(context, workflow_id)]
+    schedulers = describe_schedulers(context, workflow_id)
+    for action in context.select('workflow_action', *due_condition(context, workflow_id, (),
+                                                                   "AND action_type = 'schedule_nodes'")):
+        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        if config.get('scheduler_id') in schedulers:
+            row = dict(schedulers[config['scheduler_id']], action_id=action['id'],
+                       max_parallel_jobs=config.get('max_parallel_jobs'))
+            places.append(place_of_allocation(workflow, row, 'action'))
     longest = {}    # type: Dict[Any, Place]
     places.sort(key=lambda place: -math.inf if place.offer.limit_s is None else -place.offer.limit_s)
     for place in places:
