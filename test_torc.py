@@ -5420,14 +5420,6 @@ class NodeTest(ScenarioTest):
         self.assertTrue(self.call('update_compute_node', {'is_active': True}, id=nodes[2])['is_active'], 'it has not ended: it begins')
         self.assertRefused('has ended, and its jobs are released', 'update_compute_node', {'is_active': True}, id=nodes[1])
 
-    def test_a_registration_whose_answer_was_lost_leaves_no_second_node(self):
-        workflow_id = self.create('a:')
-        runner = {'hostname': 'h', 'pid': 7, 'identity': 'boot/1'}
-        nodes = [self.node(workflow_id, **dict(runner, **other)) for other in
-                 ({}, {}, {}, {'hostname': 'g'}, {'pid': 8}, {'identity': 'boot/2'})]
-        active = self.call('list_compute_nodes', workflow_id=workflow_id, is_active=True)['items']
-        self.assertEqual(nodes[2:], [node['id'] for node in active])
-
 
 class AllocationRecordTest(ScenarioTest):
     """What the server notes of runners in Slurm jobs."""
@@ -5757,20 +5749,18 @@ class WaitingTest(PlacesTest):
 
     def test_the_time_that_is_left_is_set_beside_the_run_times_of_ready_jobs(self):
         self.begin('a 1 1g - 1 PT1M / b 1 1g - 1 PT20M / c 1 1g - 1 PT30M / d 1 1g - 1 PT2H')
-        empty = self.call('diagnose_workflow', workflow_id=self.workflow_id)
-        self.assertEqual((0, None, False, 4), (empty['active_allocations'], empty['allocation_remaining'], empty['runtime_blocked'],
-                                               empty['ready_jobs']))
-        self.act('node n1 left=600; node n2 left=1200; node n3 left=1800')
-        self.assertEqual({
-            'workflow_id': self.workflow_id, 'active_allocations': 3, 'allocations_with_walltime': 3, 'allocations_unlimited': 0,
-            'has_unlimited_allocation': False, 'ready_jobs': 4, 'ready_jobs_with_runtime': 4,
-            'allocation_remaining': {'count': 3, 'min_seconds': 600, 'median_seconds': 1200, 'max_seconds': 1800},
-            'ready_job_runtime': {'count': 4, 'min_seconds': 60, 'median_seconds': 1500, 'max_seconds': 7200},
-            'runtime_blocked_jobs': 1, 'allocations_too_short_for_longest': 3, 'runtime_blocked': True},
-            self.call('diagnose_workflow', workflow_id=self.workflow_id))
-        self.act('node n4')
-        found = self.call('diagnose_workflow', workflow_id=self.workflow_id)
-        self.assertEqual((True, 0, False), (found['has_unlimited_allocation'], found['runtime_blocked_jobs'], found['runtime_blocked']))
+        found = {'workflow_id': self.workflow_id, 'active_allocations': 0, 'allocations_with_walltime': 0, 'allocations_unlimited': 0,
+                 'has_unlimited_allocation': False, 'ready_jobs': 4, 'ready_jobs_with_runtime': 4, 'allocation_remaining': None,
+                 'ready_job_runtime': {'count': 4, 'min_seconds': 60, 'median_seconds': 1500, 'max_seconds': 7200},
+                 'runtime_blocked_jobs': 0, 'allocations_too_short_for_longest': 0, 'runtime_blocked': False}
+        left = {'count': 3, 'min_seconds': 600, 'median_seconds': 1200, 'max_seconds': 1800}
+        for nodes, change in (('', {}), ('node n1 left=600; node n2 left=1200; node n3 left=1800', dict(
+                active_allocations=3, allocations_with_walltime=3, allocation_remaining=left, runtime_blocked_jobs=1,
+                allocations_too_short_for_longest=3, runtime_blocked=True)), ('node n4', dict(
+                    active_allocations=4, allocations_unlimited=1, has_unlimited_allocation=True, runtime_blocked_jobs=0, runtime_blocked=False))):
+            self.act(nodes)
+            found.update(change)
+            self.assertEqual(found, self.call('diagnose_workflow', workflow_id=self.workflow_id))
 
 
 class SubmissionRecordTest(ScenarioTest):
@@ -5905,9 +5895,6 @@ class SubmissionRecordTest(ScenarioTest):
         row = self.answer['allocation']
         return [f"{self.place(row['id'])}{'+' * (row['free_s'] is None)}"] if row else []
 
-    def see_left(self) -> str:
-        return str(self.answer['left'])
-
     def see_gone(self) -> str:
         return str(self.answer['refused'])
 
@@ -6012,18 +5999,15 @@ class UpdatesTest(ScenarioTest):
 
     def test_updates_that_are_rolled_back_are_not_sent(self):
         self.begin('a')
-        with self.service.transaction():
-            torc.announce(self.context, self.workflow_id, 'kept', {})
-            with contextlib.suppress(torc.Refused), self.context.savepoint():
-                torc.announce(self.context, self.workflow_id, 'undone', {})
-                raise torc.Refused('no')
-            with self.context.savepoint(keeps=False):
-                torc.announce(self.context, self.workflow_id, 'tried', {})
-        self.assertEqual(['kept:info:'], self.see_told())
-        with contextlib.suppress(torc.Refused), self.service.transaction():
-            torc.announce(self.context, self.workflow_id, 'undone', {})
-            raise torc.Refused('no')
-        self.assertEqual([], self.see_told())
+        for kept, transaction in (('kept', self.service.transaction), ('', lambda: self.service.dropping_updates(self.store.transaction(), False))):
+            with transaction():
+                torc.announce(self.context, self.workflow_id, 'kept', {})
+                with contextlib.suppress(torc.Refused), self.context.savepoint():
+                    torc.announce(self.context, self.workflow_id, 'undone', {})
+                    raise torc.Refused('no')
+                with self.context.savepoint(keeps=False):
+                    torc.announce(self.context, self.workflow_id, 'tried', {})
+            self.assertEqual([f'{kept}:info:'] * bool(kept), self.see_told())
 
     def test_a_cascade_over_very_many_jobs_is_counted_instead_of_sent_job_by_job(self):
         self.begin('first / ' + ' / '.join(f'j{number}: first' for number in range(1000)))
@@ -6391,13 +6375,12 @@ class ReplayTest(ScenarioTest):
     def test_a_node_whose_id_was_given_once_more_is_gone_for_its_first_runner(self):
         self.begin('a')
         self.do_copy()
-        node_id = self.node(self.workflow_id, pid=7, identity='boot/1')
+        self.do_node('n1')
         self.do_restore()
-        self.assertEqual(node_id, self.node(self.workflow_id, pid=8, identity='boot/1'))
-        for number in (node_id, node_id + 1):
-            body = {'compute_node_id': number, 'run_id': 1, 'lease_s': 60.0, 'pid': 7, 'identity': 'boot/1'}
+        self.assertEqual(self.nodes['n1'], self.node(self.workflow_id, pid=8, identity='boot/1'))
+        for number in (self.nodes['n1'], self.nodes['n1'] + 1):
             with self.assertRaises(torc.Refused) as caught:
-                self.call('runner_sync', body, id=self.workflow_id)
+                self.sync(self.workflow_id, number, **self.process('n1'))
             self.assertTrue(caught.exception.details.get('gone'))
 
     # -------- what a request holds --------
@@ -6709,6 +6692,9 @@ class SyncTest(ScenarioTest):
         keys = ('slurm_jobs_failed', 'running_jobs_failed', 'jobs_requeued', 'compute_nodes_deactivated', 'pending_allocations_cleaned')
         return [str(self.told[key]) for key in keys]
 
+    def scheduler_events(self) -> List[Any]:
+        return [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
+
     def test_the_evidence_is_told_wherever_it_counts(self):
         self.begin('a')
         self.act('record 17; runner n1; claim n1 a; start a; wait 29; tell NODE_FAIL')
@@ -6717,12 +6703,10 @@ class SyncTest(ScenarioTest):
                          'left alone until it has been silent for 30 s')
         self.act('wait 2; tell NODE_FAIL')
         detail, = self.told['requeued_job_details']
-        self.assertEqual((why, 17), (detail['reason'], detail['slurm_job_id']))
         record, = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
-        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
-        self.assertEqual((why, f"Allocation {record['id']} (Slurm job 17) is complete: {why}"),
-                         (record['reason'], events[-1]['message']))
-        self.assertIn(why, self.see('why_a') or self.call('list_results', workflow_id=self.workflow_id)['items'][0]['reason'])
+        self.assertEqual((why, 17, why, f"Allocation {record['id']} (Slurm job 17) is complete: {why}"),
+                         (detail['reason'], detail['slurm_job_id'], record['reason'], self.scheduler_events()[-1]['message']))
+        self.assertIn(why, self.see('why_a'))
 
     def test_the_survey_names_allocations_and_slurm_jobs_of_nodes_without_a_record(self):
         self.begin('a')
@@ -6743,9 +6727,8 @@ class SyncTest(ScenarioTest):
                              ({'status': 'pending'}, 'a client has said so')):
             self.call('update_scheduled_compute_node', body, id=other_id)
             self.assertEqual(reason, self.call('get_scheduled_compute_node', id=other_id).get('reason'))
-        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
         self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id), ('allocation_pending', other_id)],
-                         [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
+                         [(row['event_type'], row['scheduled_compute_node_id']) for row in self.scheduler_events()])
 
 
 class UnplannedJobsTest(ServiceTest):
@@ -7707,18 +7690,15 @@ class ListTest(LiveTest):
         return list(torc.STATUS_CODES) if is_status else LABEL_TEXTS if name == 'labels' else ODD_TEXTS + sorted(own)
 
     def test_limits_are_bounded_and_said(self):
-        self.assertEqual([0, 7, torc.MAX_LIST_ITEMS], [torc.page_size(3, limit) for limit in (0, 7, torc.MAX_LIST_ITEMS + 1)])
         for route, query in self.routes():
             with self.subTest(route.name):
                 page = self.ask_list(route, limit=torc.MAX_LIST_ITEMS * 5)
-                self.assertEqual(torc.MAX_LIST_ITEMS, page.get('max_limit', page.get('limit')))
-                self.assertEqual(page['total_count'], len(page['items']))
+                self.assertEqual((torc.MAX_LIST_ITEMS, len(page['items'])), (page.get('max_limit', page.get('limit')), page['total_count']))
                 self.assertEqual([], self.ask_list(route, limit=0)['items'])
                 self.assertEqual(([], False), tuple(self.ask_list(route, offset=10 ** 6)[name] for name in ('items', 'has_more')))
-                for wrong in ({'limit': -1}, {'offset': -1}, {'sort_by': 'no_such_field'}):
-                    if set(wrong) <= set(query):
-                        status, value = self.request(route, dict(self.parameters(route), **wrong), None)
-                        self.assertEqual((422, True), (status, next(iter(wrong)) in self.error_text(value)))
+                if 'sort_by' in query:
+                    status, value = self.request(route, dict(self.parameters(route), sort_by='no_such_field'), None)
+                    self.assertEqual((422, True), (status, 'sort_by' in self.error_text(value)))
 
 
 # ======== 10. State files ========

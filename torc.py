@@ -9083,14 +9083,8 @@ def create_compute_node(context: Context, body: Values) -> Values:
     workflow_state(context, workflow_id)
     check_labels(body.get('labels'))
     check_references(context, workflow_id, body)
-    if body.get('identity'):    # a runner of ours, which never got the answer that named its earlier nodes
-        same = ('workflow_id', 'hostname', 'pid', 'identity')
-        condition = ' AND '.join(f'{key} = ?' for key in same)
-        for node_id in context.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
-                                   [body[key] for key in same]):
-            release_node(context, node_id)
-        if keeps_crate(context, workflow_id):
-            put_software(context, workflow_id, 'torc')
+    if body.get('identity') and keeps_crate(context, workflow_id):      # a runner of ours
+        put_software(context, workflow_id, 'torc')
     context.service.job_counts.pop(workflow_id, None)       # who begins shows what was done before
     scheduler = known_scheduler(body)
     number, record_id = scheduler.get('slurm_job_id'), scheduler.get('scheduler_id')
