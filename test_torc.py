@@ -6908,7 +6908,7 @@ class ApiTest(RequestTest):
               DELETE /workflows/1/actions/1 -> 404 not found in workflow
               POST /workflows/1/actions {workflow_id: 1, trigger_type: 'on_worker_start', action_type: 'run_commands', action_config: {commands: ['x']}} -> 200 {id: 2}
               PUT /workflows/1/actions/2 {commands: ['y']} -> 200 {action_config: {commands: ['y']}}
-              PUT /workflows/1/actions/2 {num_allocations: 1} -> 422 takes nothing else
+              PUT /workflows/1/actions/2 {num_allocations: 1} -> 422 has no key
             """.replace('VERSION', torc.__version__))
 
     def test_times_of_all_shapes_count(self):
