@@ -12428,7 +12428,8 @@ class CopyWriter:
 # was cut off would be carried out, and it lets bare line feeds, folded lines and doubled lengths pass.
 
 OPEN_PATHS = ('/healthz', '/health')    # answered to everybody: they need neither token nor password
-STATIC_PATHS = (*OPEN_PATHS, API_PREFIX + '/ping')      # answered without a verb and without the store
+STATIC_PATHS = (*OPEN_PATHS, API_PREFIX + '/ping')      # answered without a verb and without the store ...
+OK_BODY = b'{"status":"ok"}'                            # ... with this
 MAX_REQUEST_LINE_BYTES = 16 * 1024  # Apache takes 8 KiB; a query may name many ids
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 100                    # as in Apache (LimitRequestFields)
@@ -12666,9 +12667,7 @@ def read_fingerprint(path: str) -> str:
 
 HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
 LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
-MAX_CONNECTIONS = 256               # of clients, each with a thread
 WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401
-MAX_CHECKS = MAX_CONNECTIONS // 2   # passwords that are checked or were wrong just now; beyond that: 429
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
 
 
@@ -12862,7 +12861,7 @@ class Users:
         self.hashes = read_users(path)              # by user
         self.key = secrets.token_bytes(32)          # of the digests, which are worth nothing elsewhere
         self.known = {}         # type: Dict[bytes, float]  # digest of who was right -> how long that counts
-        self.room = threading.BoundedSemaphore(MAX_CHECKS)      # else guesses would take all threads
+        self.room = threading.BoundedSemaphore()    # more in a server; beyond it guesses would take all threads
         self.hashing = threading.Lock()             # held while a password is hashed
 
     def reload(self) -> int:
@@ -13128,6 +13127,7 @@ SLOWEST_READER_BYTES_PER_S = 2 ** 15    # ... and of the client that takes an an
 DRAIN_S = 2.0                       # to read on after a refusal: a close would destroy it (RFC 9112, 9.6)
 SEND_BYTES = 2 ** 18                # at once
 BACKLOG = 1024                      # the kernel may allow less (listen(2), net.core.somaxconn)
+MAX_CONNECTIONS = 256
 STACK_BYTES = 4 * 2 ** 20           # of a thread: below 2 MiB nested JSON crashes Python 3.13
 HURRY_S = 2.0                       # a request that is longer on its way may make room
 LARGE_BYTES = 2 ** 20               # of an answer, after which memory is given back
@@ -13388,7 +13388,8 @@ class Handler:
         if head.path in STATIC_PATHS and head.method in ('GET', 'HEAD'):
             if self.torc.is_leaving:    # a client that was answered here would take us for staying
                 raise Unreachable('the server is ending')
-            status, data = 200, format_json(dict({'status': 'ok'}, **self.identity.proof or {})).encode()
+            proof = self.identity.proof
+            status, data = 200, format_json(dict({'status': 'ok'}, **proof)).encode() if proof else OK_BODY
         else:
             status, value = self.ask(body)
             if isinstance(value, Subscription):
@@ -13666,6 +13667,8 @@ class Server:
         self.feeds = Feeds()
         self.listener = open_http_server(self, listener)
         self.waiters = Waiters(self.listener.most // 2)
+        if policy.users is not None:
+            policy.users.room = threading.BoundedSemaphore(max(2, self.listener.most // 2))
         self.seen_rows = 0                      # changed in the store, when that was last looked at
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.wake_writer.setblocking(False)
