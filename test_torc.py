@@ -15075,6 +15075,15 @@ class RunnerTest(RunnerCase):
                 self.assertEqual({ending: texts[ending] for ending in row['files'].split()},
                                  {path[len(stem):]: read_text(path) for path in glob.glob(glob.escape(stem) + '*')})
 
+    def test_a_file_is_cut_while_its_job_goes_on_printing(self):
+        path = 'out/job_stdio/job_wf1_j1_r1_a1.o'
+        self.create(f'yes | head -c 300000; while test $(stat -c %s {path}) -gt 1000; do sleep 0.02; done; echo end', 'head -c 1000 /dev/zero')
+        with unittest.mock.patch.object(torc, 'CAP_LOOK_S', 0.05):
+            self.assertEqual(2, self.run_it(max_output_bytes=1000).completed)
+        self.assertEqual('y\n' * 500, self.stdio())
+        self.assertEqual({1: 'stdout was cut off at 1000B of 293.0KB (--max-output-bytes)', 2: None},
+                         {row['job_id']: row.get('reason') for row in self.client.rows('list_results', workflow_id=1)})
+
     def test_the_files_of_jobs_get_the_users_umask(self):
         self.addCleanup(os.umask, os.umask(0o027))
         self.create('umask > made; echo')
@@ -22742,6 +22751,15 @@ class OutputTest(FlowTest):
         os.rename(self.world.path('away'), self.world.path('torc_output'))
         self.assertExit(0, runner.finish(), 'is complete', '6 completed')
 
+    def test_what_was_cut_off_stands_in_status_logs_and_results(self):
+        outcome = self.world.cli('exec', '--max-output-bytes', '4', '-c', 'echo 12345', '-c', 'echo 12345; exit 2')
+        cut = 'stdout was cut off at 4B of 6B (--max-output-bytes)'
+        self.assertExit(1, outcome, 'output of jobs is cut off', f'x job2 (return code 2): 12345; {cut}', f'+ job1: {cut}')
+        self.assertExit(0, self.world.main('status', 1), f'+ job1: {cut}', f'job2 (return code 2): 12345; {cut}')
+        self.assertExit(0, self.world.main('logs', 1, 'job1'), f'torc: job job1 completed: {cut}')
+        self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 12345; {cut} <==\n1234')
+        self.assertEqual({cut, '12345; ' + cut}, {row['reason'] for row in self.ask_json('results', 'list', 1)['items']})
+
     @slow
     def test_a_hundred_thousand_jobs_are_not_failed_by_a_full_disk(self):
         small = self.world.path('small')
@@ -23497,7 +23515,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 32563
+TORC_LINES = 32604
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

@@ -18994,6 +18994,7 @@ SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 MAX_SERIES_ROWS = 200000    # that wait to be written
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
 LOOK_S = 1.0                        # between looks whether the output directory is there, and not full
+CAP_LOOK_S = 1.0                    # ... and at what jobs have printed, if that is limited
 PAUSE_S = (1.0, 60.0)               # the first and the longest while nothing can be started
 TAKEN = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG))     # the fault of one name
 
@@ -19010,6 +19011,7 @@ class RunnerOptions(Row):
     labels: Sequence[str] = ()
     is_persistent: bool = False
     claim_backoff_max_s: float = DEFAULT_CLAIM_BACKOFF_MAX_S
+    max_output_bytes: Optional[int] = None      # of each file in job_stdio; what is more is cut off
     is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
     record_id: Optional[int] = None     # of the allocation, where its script says it
     is_strict: bool = False     # no jobs of other schedulers than that of the allocation
@@ -19244,6 +19246,7 @@ class Attempt:
         self.completion = {}            # type: Dict[str, Any]  # from its verdict on
         self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
+        self.cut = {}                   # type: Dict[str, int]  # stdout, say -> bytes that were cut off of it
         self.script = ''                # that is to run before it is tried again
         self.script_process = None      # type: Optional[Process]  # ... as soon as it does
         self.limit_at = math.inf        # monotonic; its own timeout is over
@@ -20392,18 +20395,25 @@ class Completions(Part):
         self.measure = measure      # what jobs use: Monitor, or Accounting where they are steps
         self.link = link
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
+        self.most_bytes = context.options.max_output_bytes  # of each file that a job prints to; None: no limit
+        self.cut_at = math.inf if self.most_bytes is None else 0.0      # monotonic; the next look at them
         self.outputs = {}       # type: Dict[int, str]  # files whose hashes the RO-Crate wants: id -> path
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
 
     def due(self) -> float:
-        """When an end can be judged that was put off, or a recovery script begin."""
+        """When an end can be judged that was put off, a recovery script begin, or output is to be cut."""
         is_waiting = self.link.has_lease and any(
             attempt.script_process is None for attempt in self.attempts.by_state['recovering'])
-        return min(self.judge_at, self.context.not_before if is_waiting else math.inf)
+        cut_at = self.cut_at if self.attempts.count('running') else math.inf
+        return min(self.judge_at, cut_at, self.context.not_before if is_waiting else math.inf)
 
     def act(self, now: float) -> None:
         """Judge what could not be judged before, and start recovery scripts, if the jobs are still ours."""
+        if now >= self.cut_at:
+            for attempt in self.attempts.of('running'):
+                self.cut_output(attempt)
+            self.cut_at = now + max(CAP_LOOK_S, 50 * (time.monotonic() - now))     # less often where it is slow
         self.judge_at = math.inf
         for attempt in self.attempts.of('ended'):
             self.judge(attempt)
@@ -20476,6 +20486,7 @@ class Completions(Part):
         if verdict.status != 'completed':
             completion['reason'] = attempt.reason = printable(verdict.message) or explain_end(
                 attempt.end, attempt.stdout, attempt.stderr)
+        self.report_cuts(attempt)
         if verdict.is_interrupted or verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
             completion['interrupted'] = True
         is_own = attempt.stopped_for in ('', 'deadline', 'memory', 'timeout') and not verdict.is_interrupted
@@ -20483,6 +20494,30 @@ class Completions(Part):
             self.try_again(attempt)
         if attempt.state == 'ended':
             self.report(attempt)
+
+    def cut_output(self, attempt: Attempt) -> None:
+        """Cut what a job printed where it goes beyond --max-output-bytes. Jobs write at the end of their files.
+
+        RLIMIT_FSIZE would end the job (SIGXFSZ), and would also limit what it writes elsewhere (getrlimit(2)).
+        """
+        files = {attempt.stderr: 'stderr', attempt.stdout: 'stdout'}
+        for path, name in files.items() if self.most_bytes is not None else ():
+            with contextlib.suppress(OSError, TypeError):       # it is gone, or its disk; or there is none
+                found = os.lstat(path)
+                if stat.S_ISREG(found.st_mode) and found.st_size > self.most_bytes:
+                    os.truncate(path, self.most_bytes)
+                    name = name if len(files) == 2 else 'output'
+                    attempt.cut[name] = attempt.cut.get(name, 0) + found.st_size - self.most_bytes
+
+    def report_cuts(self, attempt: Attempt) -> None:
+        """Add to the reason of an end, also a good one, what was cut off of its output."""
+        self.cut_output(attempt)
+        cuts = '; '.join(f'{name} was cut off at {format_memory(self.most_bytes)} of '
+                         f'{format_memory(self.most_bytes + num_bytes)} (--max-output-bytes)'
+                         for name, num_bytes in sorted(attempt.cut.items(), reverse=True))
+        if cuts:
+            attempt.completion['reason'] = attempt.reason = '; '.join(filter(None, [attempt.reason, cuts]))
+            self.context.say_once('output of jobs is cut off (--max-output-bytes); `status` names them')
 
     def try_again(self, attempt: Attempt) -> None:
         """Consult the failure handler."""
@@ -27343,7 +27378,7 @@ def runner_options(args: Arguments) -> RunnerOptions:
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
-        claim_backoff_max_s=args['claim_backoff_max_secs'],
+        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
         **offline_options(args, read_config()))
 
 
@@ -30861,6 +30896,8 @@ RUN_OPTIONS = (
              at_least(0, lambda text: parse_memory(text, 'g') / MEMORY_SIZES['g'])),
     Argument('--num-gpus', 'N', 'GPUs to use (default: by CUDA_VISIBLE_DEVICES, else all)', at_least(0)),
     Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
+    Argument('--max-output-bytes', 'SIZE', "keep so much of a job's stdout, and of its stderr, such as 100m",
+             at_least(0, parse_memory)),
     Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
              at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
     Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_duration),
@@ -31037,6 +31074,10 @@ Files
         $ torc.py logs 1 greet --tail 20
         $ torc.py logs 1 --failed
         $ torc.py logs 1 -f                 # until the jobs have ended
+
+Long output
+    The job goes on, what is more is cut off, and its result says so:
+        $ torc.py run workflow.yaml --max-output-bytes 100m
 
 The output directory
     `run -o DIR` names another one. It belongs to one database: `run` refuses
@@ -31260,7 +31301,7 @@ Keys beside those of Torc
         $ torc.py -f json explain 1
 
 Commands without a file
-        $ torc.py exec -c 'echo {i}' --param i=1:10 -k    # -k: prints it
+        $ torc.py exec -c 'echo {i}' --param i=1:10 --print  # as jobs end
         $ seq 3 | sed 's/^/echo /' | torc.py exec -n batch -C - -j 8 --retries 2
         $ seq 9 | sed 's/^/echo /' | torc.py exec -n batch -C - --resume
 
