@@ -647,45 +647,53 @@ class World:
         assert not problems, '\n'.join(problems)
 
 
-@contextlib.contextmanager
-def open_directory() -> Iterator[str]:
-    """A directory like /tmp, where every user may make files, for a while. Needs more than one user."""
-    need('root', os.geteuid() == 0, 'root, to be several users')
-    path = tempfile.mkdtemp(prefix='torc test ')
-    os.chmod(path, 0o1777)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
-
-
 def main_as(uid: int, directory: str, *argv: Any) -> Outcome:
-    """`torc.main(ARGV)` in a child that is another user, in a directory that it may enter."""
+    """`torc.main(ARGV)` as another user, in a directory that it may enter."""
     home = os.path.join(directory, f'home of {uid}')
     if not os.path.exists(home):
         os.mkdir(home, 0o700)
         os.chown(home, uid, uid)
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')     # of threads that other tests have left to end
-        child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setgid(uid)
-            os.setuid(uid)
-            os.chdir(directory)
-            os.environ.update(HOME=home, XDG_STATE_HOME=home, USER=f'user{uid}')
-            out, err = io.StringIO(), io.StringIO()
-            code = torc.main([str(word) for word in argv], out, err)
-            os.write(writer, json.dumps([code, out.getvalue(), err.getvalue()]).encode())
-        finally:
-            os._exit(0)
+
+    def work() -> None:
+        os.chdir(directory)
+        os.environ.update(HOME=home, XDG_STATE_HOME=home, USER=f'user{uid}')
+        out, err = io.StringIO(), io.StringIO()
+        code = torc.main([str(word) for word in argv], out, err)
+        os.write(writer, json.dumps([code, out.getvalue(), err.getvalue()]).encode())
+    child = run_as(work, uid, uid)
     os.close(writer)
     with open(reader, 'rb') as pipe:
         said = pipe.read()
-    os.waitpid(child, 0)
+    end_child(child)
     return Outcome(*json.loads(said.decode()))
+
+
+def on_terminal(world: World, argv: Sequence[Any], typed: str = '', prompt: str = '', columns: int = 80,
+                until: Optional[Callable[[bytes], Any]] = None, **env: str) -> Tuple[int, str]:
+    """Run a program on a terminal of its own: its exit code, and what was shown.
+
+    `typed`: lines, each typed when what was shown ends with the prompt. `until`: told what was shown, it says when to interrupt.
+    """
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, columns, 0, 0))
+    process = subprocess.Popen(argv, cwd=world.directory, env=dict(world.environment, TERM='xterm', **env),
+                               stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    said, lines, end = b'', typed.encode().splitlines(True), time.monotonic() + 60
+    with process, open(ours, 'r+b', buffering=0) as terminal:
+        with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
+            while time.monotonic() < end and not (until and until(said)):
+                if lines and said.endswith(prompt.encode()):
+                    terminal.write(lines.pop(0))
+                    said += b'\n' * bool(prompt)     # what asks for a password shows none
+                elif select.select([ours], [], [], 0.1)[0]:
+                    said += terminal.read(65536)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.send_signal(signal.SIGINT if until else 0)
+            process.wait(20)
+        process.kill()
+    return process.returncode, said.decode().replace('\r\n', '\n')
 
 
 class WorldTest(unittest.TestCase):
@@ -7789,7 +7797,8 @@ class StateFilesTest(WorldTest):
 
     @slow
     def test_what_another_user_has_put_beside_a_database_is_an_error_with_the_cure(self) -> None:
-        with open_directory() as place:
+        with tempfile.TemporaryDirectory() as place:
+            os.chmod(place, 0o1777)
             database, spec = os.path.join(place, 'torc.db'), os.path.join(place, 'spec.yaml')
             with open(spec, 'w') as file:
                 file.write('name: w\njobs: [{name: a, command: "true"}]\n')
@@ -17260,17 +17269,7 @@ class CommandTest(WorldTest):
 
     def typed(self, lines: str, *argv: Any) -> Tuple[int, str]:
         """A command on a terminal, at which these lines are typed one after the other; its exit code, and what was shown."""
-        ours, theirs = os.openpty()
-        process = subprocess.Popen([*World.command(argv)], cwd=self.world.directory, stdin=theirs, stdout=theirs, stderr=theirs,
-                                   env=dict(self.world.environment, COLUMNS='200'), start_new_session=True)
-        os.close(theirs)
-        said = b''
-        with contextlib.closing(open(ours, 'r+b', buffering=0)):
-            os.write(ours, lines.encode())
-            with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
-                while True:
-                    said += os.read(ours, 10000)
-        return process.wait(20), said.decode()
+        return on_terminal(self.world, World.command(argv), lines, columns=200)
 
 
 class RecordedJsonTest(CommandTest):
@@ -20985,24 +20984,10 @@ class PasswordCommandTest(CommandTest):
         for typed, code, text in (('open-sesame\nopen-sesame\n', 0, 'Added user ann'),
                                   ('open-sesame\nopen-sesama\n', 2, 'the two passwords differ'),
                                   ('\x04', 2, 'no password was given')):
-            ours, theirs = os.openpty()
-            with contextlib.ExitStack() as stack:
-                stack.callback(os.close, ours)
-                process = subprocess.Popen([sys.executable, stub_path(), 'htpasswd', 'add', '-f', 'users',
-                                            '-c', '4', 'ann'], cwd=self.world.directory, stdin=theirs,
-                                           stdout=theirs, stderr=theirs, env=self.world.environment, start_new_session=True)
-                os.close(theirs)
-                said = b''
-                for line in typed.splitlines(True):
-                    while not said.endswith(b': '):
-                        said += os.read(ours, 1000)
-                    os.write(ours, line.encode())
-                    said += b'\n'
-                with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
-                    while True:
-                        said += os.read(ours, 1000)
-                self.assertEqual((code, True), (process.wait(10), text.encode() in said), said)
-            self.assertNotIn(b'open-sesam', said)
+            argv = World.command(['htpasswd', 'add', '-f', 'users', '-c', 4, 'ann'])
+            found, said = on_terminal(self.world, argv, typed, ': ')
+            self.assertEqual((code, True), (found, text in said), said)
+            self.assertNotIn('open-sesam', said)
         self.assertEqual(['ann:HASH'], self.lines())
 
 
@@ -23897,20 +23882,8 @@ class ReadmeLaws(unittest.TestCase):
 
     def type(self, words: str, world: World) -> str:
         """What a command leaves on a terminal of 80x24: progress is wiped out by what follows."""
-        ours, theirs = os.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 80, 0, 0))
-        environment = dict(world.environment, USER='you', TERM='xterm')
-        environment.pop('COLUMNS', None)
-        said, end = b'', time.monotonic() + 60
-        with subprocess.Popen(['sh', '-c', words], cwd=world.directory, env=environment, stdin=theirs, stdout=theirs,
-                              stderr=theirs, start_new_session=True) as process:
-            os.close(theirs)
-            with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
-                while select.select([ours], [], [], max(0.0, end - time.monotonic()))[0]:
-                    said += os.read(ours, 4096)
-            process.kill()
-        os.close(ours)
-        text = re.sub('[^\n]*\x1b\\[K', '', said.decode().replace('\r\n', '\n'))
+        _, said = on_terminal(world, ['sh', '-c', words], USER='you')
+        text = re.sub('[^\n]*\x1b\\[K', '', said)
         self.assertLessEqual(max(map(len, text.split('\n'))), 80)
         return text
 
@@ -24342,24 +24315,9 @@ class HostileTextLaws(WorldTest):
 
     # -------- a real terminal --------
 
-    def on_terminal(self, *words: Any, typed: str = '', until: Any = None) -> str:
-        """What a program shows on a terminal of its own, where this is typed at once; up to a point, or all."""
-        ours, theirs = os.openpty()
-        self.addCleanup(os.close, ours)
-        process = subprocess.Popen(World.command(words), cwd=self.world.directory,
-                                   env=dict(self.world.environment, TERM='xterm'), stdin=theirs,
-                                   stdout=theirs, stderr=theirs, start_new_session=True)
-        os.close(theirs)
-        os.write(ours, typed.encode())
-        said = b''
-        with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
-            while until is None or not until(said):
-                if until is None or select.select([ours], [], [], 0)[0]:
-                    said += os.read(ours, 65536)
-        if until is not None:
-            process.send_signal(signal.SIGINT)
-        process.wait(20)
-        return said.decode().replace('\r\n', '\n').replace('\r\x1b[K', '')
+    def on_terminal(self, *words: Any, **how: Any) -> str:
+        """What a command shows on a terminal."""
+        return on_terminal(self.world, World.command(words), **how)[1].replace('\r\x1b[K', '')
 
     def test_questions_jobs_and_progress_on_a_real_terminal(self):
         name = 'EVIL\u202e\u2066'     # a name may hold these
