@@ -1202,11 +1202,6 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def decode_mount_point(word: str) -> str:
-    """A path as mountinfo writes it: blanks and the like as octal numbers (proc(5))."""
-    return re.sub(r'\\([0-7]{3})', lambda match: chr(int(match.group(1), 8)), word)
-
-
 def filesystem_type(path: str) -> str:
     """Type of the file system that holds a path, such as 'nfs4', or '' if unknown (proc(5), mountinfo)."""
     best, kind = '', ''
@@ -1218,7 +1213,8 @@ def filesystem_type(path: str) -> str:
         return ''
     for line in lines:
         left, _, right = line.partition(' - ')
-        mount = decode_mount_point(left.split()[4])
+        # Blanks and the like stand there as octal numbers.
+        mount = re.sub(r'\\([0-7]{3})', lambda match: chr(int(match.group(1), 8)), left.split()[4])
         inside = path == mount or path.startswith(mount.rstrip('/') + '/')
         if inside and len(mount) >= len(best):
             best, kind = mount, right.split()[0]
@@ -1320,15 +1316,17 @@ def normal_text(text: str) -> str:
 
 
 # Level by level and not by recursion, which would end at the depth that it is to find.
-def check_depth(value: Any) -> None:
-    """Refuse a value that is nested too deeply."""
+def check_depth(value: Any, most: Optional[int] = None) -> None:
+    """Refuse a value that is nested too deeply, or that has more than `most` values on one level."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         containers = (item.values() if isinstance(item, dict) else item
                       for item in level if isinstance(item, (dict, list)))
-        level = list(itertools.chain.from_iterable(containers))
+        level = list(itertools.islice(itertools.chain.from_iterable(containers), most and most + 1))
         if not level:
             return
+        if most and len(level) > most:
+            raise ValueError(f'aliases stand for more than {most:,} values: write what they repeat once')
     raise ValueError(f'nested more than {MAX_DEPTH} levels deep')
 
 
@@ -1473,8 +1471,6 @@ class YamlText(TextReader):
         self.at = 0
         self.column = 0
         self.anchors = {}       # type: Dict[str, Any]
-        self.sizes = {}         # type: Dict[int, Tuple[int, int]]
-        self.num_aliased = 0    # values that aliases stand for
 
     def skip_lines(self, start: int) -> None:
         """From the start of a line, go to the next content."""
@@ -1501,10 +1497,9 @@ class YamlText(TextReader):
             self.fail(at, 'a list or mapping cannot be used as a key' if opening in '[{' else NOT_HERE)
         if opening in '[{*':
             self.fail(start, f'text that starts with {opening} must be in quotes')
-        if opening == "'":
-            self.fail(at, "text goes on after the closing quote: write '' for a quote inside single quotes")
-        if opening == '"':
-            self.fail(at, 'text goes on after the closing quote: write \\" for a quote inside double quotes')
+        if opening in '"\'':
+            inner = "'' for a quote inside single" if opening == "'" else '\\" for a quote inside double'
+            self.fail(at, f'text goes on after the closing quote: write {inner} quotes')
         self.fail(at, f'unexpected {found!r} after a complete value')
 
     def is_dash(self, at: int) -> bool:
@@ -1621,23 +1616,7 @@ class YamlText(TextReader):
         name, end = self.read_name(at)
         if name not in self.anchors:
             self.fail(at, f'no anchor &{printable(name)} stands above; put text that starts with * in quotes')
-        height, size = self.measure(self.anchors[name])
-        self.num_aliased += size
-        if self.depth + height > MAX_DEPTH:
-            self.fail(at, f'nested more than {MAX_DEPTH} levels deep by its aliases')
-        if self.num_aliased > MAX_ALIASED:
-            self.fail(at, f'aliases stand for more than {MAX_ALIASED:,} values: write what they repeat once')
         return self.anchors[name], end
-
-    def measure(self, value: Any) -> Tuple[int, int]:
-        """How deep what is complete is nested, and of how many values it consists, aliases included."""
-        if not isinstance(value, (dict, list)):
-            return 0, 1
-        if id(value) not in self.sizes:
-            items = [self.measure(item) for item in (value.values() if isinstance(value, dict) else value)]
-            heights, sizes = zip((0, 0), *items)
-            self.sizes[id(value)] = 1 + max(heights), 1 + sum(sizes)
-        return self.sizes[id(value)]
 
     def merge(self, mapping: Dict[Any, Any], merged: List[Tuple[int, Any]]) -> None:
         """'<<: *other' takes over the entries that the mapping does not have itself."""
@@ -1942,7 +1921,10 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
             raise problem_at(text, mark.start(), f"one YAML document is expected: '{mark.group()}' may only "
                                                  'stand at its begin, alone')
     reader = YamlReader(text)
-    return reader.read(start), text, reader.positions
+    value = reader.read(start)
+    if reader.anchors:
+        reader.number(0, check_depth, value, MAX_ALIASED)
+    return value, text, reader.positions
 
 
 # -------- writing --------
@@ -3935,15 +3917,11 @@ class Planner:
         if index is not MISSING:
             return index
         if not self.context.is_partial and expansion.is_new(key, template):
-            self.report_unknown(expansion, noun, name, key)
+            hint = self.context.suggest(name, self.names[noun])
+            if not hint and PARAMETER.search(name):
+                hint = '; a template cannot be named: name its instances, or match them with a regular expression'
+            expansion.block.error(f"{key}: {noun} '{shorten(name)}' not found{hint}", key)
         return None
-
-    def report_unknown(self, expansion: Expansion, noun: str, name: str, key: str) -> None:
-        """A name that is declared nowhere."""
-        hint = self.context.suggest(name, self.names[noun])
-        if not hint and PARAMETER.search(name):
-            hint = '; a template cannot be named: name its instances, or match them with a regular expression'
-        expansion.block.error(f"{key}: {noun} '{shorten(name)}' not found{hint}", key)
 
     def find_matches(self, expansion: Expansion, noun: str, template: str, key: str) -> Tuple[int, ...]:
         """Indexes of the names that a regular expression of the current instance is found in."""
@@ -4086,7 +4064,11 @@ class Planner:
         """Index of a job's class, among the jobs' classes."""
         resources = self.named(expansion, 'resource_requirements', 'resource_requirements')
         scheduler = self.named(expansion, 'slurm_scheduler', 'scheduler')
-        labels = self.labels(expansion)
+        given = expansion.block.get('labels', ())
+        labels = tuple(sorted({expansion.text(label, 'labels') for label in given})) or None
+        wrong = next(filter(label_error, labels or ()), None)
+        if wrong is not None and expansion.is_new('labels'):
+            expansion.block.error(f"label '{shorten(wrong)}' {label_error(wrong)}", 'labels')
         if labels and 'scheduler' in expansion.block and expansion.is_new('scheduler', 'labels'):
             expansion.block.error('a job with labels cannot name a scheduler: remove one', 'scheduler')
         row = (resources, expansion.block.value('priority'), scheduler, labels)
@@ -4095,16 +4077,6 @@ class Planner:
     def named(self, expansion: Expansion, noun: str, key: str) -> Optional[int]:
         """Index of what a field names, or None."""
         return self.find(expansion, noun, expansion.block[key], key) if key in expansion.block else None
-
-    @staticmethod
-    def labels(expansion: Expansion) -> Optional[Tuple[str, ...]]:
-        """Sorted labels, or None."""
-        labels = {expansion.text(label, 'labels') for label in expansion.block.get('labels', ())}
-        for label in sorted(labels):
-            error = label_error(label)
-            if error and expansion.is_new('labels'):
-                expansion.block.error(f"label '{shorten(label)}' {error}", 'labels')
-        return tuple(sorted(labels)) or None
 
     def dependency_set(self, expansion: Expansion) -> Optional[int]:
         """Number of the set of a job's explicit prerequisites; None for the empty one."""
@@ -4471,8 +4443,10 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     if not context.problems:
         check_fit(planner, skip_checks)
     summary = summarize(planner)
-    if context.problems:
-        raise_problems(context, summary)
+    if context.problems:    # in the order of the file, each once
+        problems = sorted(dict.fromkeys(context.problems), key=lambda problem: (problem.line, problem.column))
+        message = str(problems[0]) if len(problems) == 1 else f'{len(problems):,} problems in the workflow file'
+        raise BadInput(message, problems, warnings=context.warnings, summary=summary)
     find_times(planner)
     return Plan(body, context.warnings, summary, planner.starts)
 
@@ -4486,13 +4460,6 @@ def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) 
     if is_unmonitored:
         workflow['resource_monitor_config'] = {'enabled': False}
     return plan
-
-
-def raise_problems(context: SpecContext, summary: Dict[str, Any]) -> None:
-    """Raise what is wrong with a spec, in the order of the file, each once."""
-    problems = sorted(dict.fromkeys(context.problems), key=lambda problem: (problem.line, problem.column))
-    message = str(problems[0]) if len(problems) == 1 else f'{len(problems):,} problems in the workflow file'
-    raise BadInput(message, problems, warnings=context.warnings, summary=summary)
 
 
 def summarize(planner: Planner) -> Dict[str, Any]:
