@@ -1326,7 +1326,7 @@ def check_depth(value: Any, most: Optional[int] = None) -> None:
         if not level:
             return
         if most and len(level) > most:
-            raise ValueError(f'aliases stand for more than {most:,} values: write what they repeat once')
+            raise ValueError('aliases stand for too many values: write what they repeat once')
     raise ValueError(f'nested more than {MAX_DEPTH} levels deep')
 
 
@@ -1923,7 +1923,8 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     reader = YamlReader(text)
     value = reader.read(start)
     if reader.anchors:
-        reader.number(0, check_depth, value, MAX_ALIASED)
+        # Each character of the text may be a value of its own.
+        reader.number(0, check_depth, value, len(text) + MAX_ALIASED)
     return value, text, reader.positions
 
 
