@@ -19358,9 +19358,9 @@ class RegenerateTest(SubmitCase):
         self.assertEqual((3, 2, ['small', 'small']), (made['total_allocations'], made['allocations_submitted'],
                                                       [row['name'].partition('_')[0] for row in made['schedulers_created']]))
         self.fakes.write('squeue', 'echo "slurm_load_jobs error" >&2; exit 1')
-        made = self.regenerate('--dry-run')
-        self.assertEqual(1, made['total_allocations'])
-        self.assertIn('squeue failed: slurm_load_jobs error: 5 allocations', str(made['warnings']))
+        self.assertExit(0, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', '--dry-run'),
+                        'warning: Slurm job 102 may be anything: squeue failed: slurm_load_jobs error')
+        self.assertEqual(1, self.regenerate('--dry-run')['total_allocations'])
 
     def test_two_at_once_do_not_both_plan(self):
         with self.world.connect() as client:
@@ -19431,40 +19431,27 @@ class PlanAllocationsTest(CommandTest):
             self.assertEqual(wanted, [found.strategy, found.num_allocations, found.nodes], (n, idle, pending))
         made = types.SimpleNamespace(num_allocations=8, nodes=2, walltime_s=3600)
         self.assertEqual((8, 2, 'default'), torc.advise(made, None)[:3])
-        many, single = torc.Advice(8, 2, 'many-small', 'x'), torc.Advice(1, 16, 'single', 'y')
-        for advice, small_s, large_s, *wanted in ((many, 100, 700, 1, 16, 'single'), (many, 100, 900, 8, 2, 'many-small'), (single, 100, 900, 1, 16, 'single'),
-                                                  (many, None, 5, 8, 2, 'many-small')):      # what Slurm foretells counts
-            self.assertEqual(tuple(wanted), torc.compare_probes(advice, made, small_s, large_s)[:3])
-
     def test_each_program_is_called_once_for_all_partitions_and_json_has_torcs_keys(self):
         self.world.write('staged.yaml', STAGED_SPEC)
         fakes = self.world.fake_slurm(
             sinfo=r'printf "short*|%s\n" "idle|2" "allocated|3" "mixed|2" "idle*|1" "drained|1" "down~|1"; echo chatter',
-            squeue='echo "short|PENDING|25"; echo "q,short|PENDING|5"; echo "short|RUNNING|1"; echo "short|COMPLETED|7"',
-            sbatch=f'echo "sbatch: Job 7 to start at {int(time.time()) + 600} using 4 processors on nodes n in partition p" >&2')
+            squeue='echo "short|PENDING|25"; echo "q,short|PENDING|5"; echo "short|RUNNING|1"; echo "short|COMPLETED|7"')
         line = 'slurm plan-allocations -a acct --profile kestrel staged.yaml'
         found = self.json(line)
-        self.assertEqual(['sinfo', 'squeue', 'sbatch', 'sbatch'], [call.name for call in fakes.calls()])
-        small, large = (call.argv for call in fakes.calls('sbatch'))
-        self.assertLessEqual({'--test-only', '--account=acct', '--nodes=1', '--time=03:00:00', '--partition=short', '--wrap'}, set(small))
-        self.assertIn('--nodes=7', large)
+        self.assertEqual(['sinfo', 'squeue'], [call.name for call in fakes.calls()])
         recorded = next(case['stdout'] for case in read_shared('torc/cli_json.json') if 'plan-allocations' in case['command'])
         for mine, theirs in ((found, recorded), (found['workflow_analysis'], recorded['workflow_analysis']),
                              (found['recommendations'][0], recorded['recommendations'][0]), (found['resource_groups'][0], recorded['resource_groups'][0])):
             self.assertEqual(list(theirs), list(mine))
         self.assertEqual([17, 17, 3, 15, 1, 2], list(found['workflow_analysis'].values()))
-        self.assertEqual(('short', 1, 7, 'single'), tuple(found['recommendations'][1][key] for key in (
+        self.assertEqual(('short', 7, 1, 'many-small'), tuple(found['recommendations'][1][key] for key in (
             'partition', 'num_allocations', 'nodes_per_allocation', 'strategy')))
         self.assertEqual([{'partition': 'short', 'total_nodes': 10, 'idle_nodes': 2, 'mixed_nodes': 2, 'allocated_nodes': 3,
                            'down_nodes': 2, 'pending_jobs': 2, 'pending_nodes': 30, 'running_jobs': 1, 'running_nodes': 1}],
                          found['cluster_state'])
-        for said in ('sbatch: error: x\nsbatch: Job 7 to start at 5 using', 'allocation failure: Unable to allocate'):
-            fakes.write('sbatch', f'echo "{said}" >&2')
-            rows = self.json(line)['recommendations']
-            self.assertEqual({'small_wait_seconds': None, 'large_wait_seconds': None}, rows[1]['sbatch_estimates'])
         self.assertEqual([('medmem', 'default')] * 2,
                          [(row['partition'], row['strategy']) for row in self.json(f'{line} --offline -p medmem')['recommendations']])
-        self.assertEqual(3, len(fakes.calls('sinfo')))
+        self.assertEqual(1, len(fakes.calls('sinfo')))
         self.assertExit(2, self.world.main(*line.split(), '-p', 'medme'), "partition 'medme' not found in kestrel, did you mean 'medmem'?")
         fakes.write('sinfo', 'echo no controller >&2; exit 1')
         self.assertExit(4, self.world.main(*line.split()), 'no controller; to plan without it: --offline')
@@ -20102,20 +20089,10 @@ class RecoverTest(RecoverCase):
             """
         os.chmod(self.world.write('agent', agent.replace('\n            ', '\n')), 0o755)
         self.assertExit(0, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'agent --ask'))
-        self.assertIn('3 bad: return code 3, no such luck; command: true', self.world.read('prompt'))
+        self.assertIn('torc.py jobs list 1 --status pending_failed\n', self.world.read('prompt'))
         statuses = self.statuses()
         self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
         self.assertEqual('5g', self.needs()['bad'][0])
-
-    def test_an_agent_is_asked_about_as_many_jobs_as_a_command_line_takes(self):
-        spec = 'name: r\njobs: [{name: "j{i}", command: "true %s", parameters: {i: "1:600"}}]\n' % ('\u00e9' * 300)
-        self.ended(spec, {f'j{number}': (3, 'pending_failed', 1.0, None) for number in range(1, 601)})
-        os.chmod(self.world.write('agent', '#!/bin/sh\nprintf "%s" "$2" > prompt\n'), 0o755)
-        self.assertExit(4, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'agent --ask'), '600 failed jobs wait for a decision')
-        lines = self.world.read('prompt').splitlines()
-        shown = [line for line in lines if ': return code 3' in line]
-        self.assertEqual(f'    and {600 - len(shown)} more, which are asked about the next time', lines[-1])
-        self.assertGreater(len(shown), 100)
 
     def test_what_waits_for_a_decision_alone_is_not_taken_for_left(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
@@ -20348,10 +20325,9 @@ class RecoverOrphansTest(RecoverCase):
                     self.assertIn('Cannot recover: workflow is not complete (1 compute node at work, 1 allocation active, 2 jobs running)',
                                   self.recover(*more, code=4).err)
                 fakes.write('squeue', 'true')
-                warnings = self.json('slurm regenerate 1 --dry-run --profile kestrel')['warnings']
-                self.assertIn('2 jobs count as running in 1 allocation that ended', ' '.join(warnings))
+                left = self.json('slurm regenerate 1 --dry-run --profile kestrel')['pending_jobs']
+                self.assertEqual(1 if state == 'FAILED' else 3, left)      # those that are ready again are planned for
                 planned = self.recover('--dry-run').json()
-                self.assertNotIn('count as running', str(planned['result']['slurm_dry_run']['warnings']))
                 self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.statuses())
                 done = self.recover().json()
                 self.assertEqual([(retried, run_id)] * 2, [(said['result']['jobs_to_retry'], said['run_id']) for said in (planned, done)])

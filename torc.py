@@ -22990,10 +22990,9 @@ class RegenerateOptions(Row):
     plan: PlanOptions = PlanOptions(group_by='resource-requirements')
     include_job_ids: Sequence[int] = ()     # as if they were left, too
     only_job_ids: Sequence[int] = ()        # of those that are left; empty: all
-    includes_lost: bool = False             # ... among them jobs whose allocation is gone
     submits: bool = False
     is_dry_run: bool = False
-    is_cleaned: bool = False        # queued and running allocations are known to be in the queue
+    gone: Sequence[int] = ()        # Slurm jobs that have ended, of which a dry run has not noted that
     settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
 
 
@@ -28109,12 +28108,6 @@ def cmd_slurm_update(session: Session, args: Arguments) -> Answer:
     return Answer(record, f"Updated Slurm scheduler {args['id']}\n")
 
 
-def cmd_slurm_delete(session: Session, args: Arguments) -> Answer:
-    """Delete a Slurm scheduler."""
-    record = session.call('delete_slurm_scheduler', id=args['id'])
-    return Answer(record, f"Deleted Slurm scheduler {args['id']}\n")
-
-
 def cmd_allocation_jobs(session: Session, args: Arguments) -> Listing:
     """Jobs that run, or have run, in an allocation."""
     record = session.call('get_scheduled_compute_node', id=args['id'])
@@ -28365,7 +28358,7 @@ def has_left_queue(row: Dict[str, Any], queue: Dict[str, ListedJob]) -> bool:
 # ======== 20e. Clusters: commands that plan allocations ========
 #
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
-# how full they are and when a job would start, and submit nothing.
+# and how full they are, and submit nothing.
 
 PARTITION_COLUMNS = ('name=name, cpus=cpus, memory=memory, walltime=walltime, gpus=gpus, '
                      'shared=shared, explicit=explicit')
@@ -28547,12 +28540,9 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
 #
 #   sinfo -e -h -o '%P|%T|%D' -p main          main*|idle|3          states may end in *, ~, #, ! (sinfo(1))
 #   squeue -h -o '%P|%T|%D' -p main            main|PENDING|2        all users'
-#   sbatch --test-only ...                     sbatch: Job 12 to start at 1795253334 using 4 processors ...
 
 NODE_STATES = (('idle_nodes', ('idle',)), ('mixed_nodes', ('mix',)), ('allocated_nodes', ('alloc', 'comp')),
                ('down_nodes', ('down', 'drain', 'fail', 'unk')))
-START_TIME = Expression(r'to start at (\S+)')
-PARALLEL_STARTS = 10        # of many small allocations, as many are thought to wait one after another; Torc's
 
 
 def count_nodes(text: str) -> Dict[str, Dict[str, int]]:
@@ -28599,25 +28589,6 @@ def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
     return [{key: row.get(key, 0) for key in STATE_KEYS} for row in rows]
 
 
-def parse_start(reply: Reply) -> Optional[float]:
-    """When sbatch --test-only says that a job would start, which it says on stderr; None if it cannot."""
-    text = reply.err + reply.out
-    if reply.code or 'error:' in text or 'Unable to allocate' in text:
-        return None
-    match = START_TIME.search(text)
-    return parse_slurm_instant(match.group(1)) if match else None
-
-
-def probe_start(block: Dict[str, Any], num_nodes: int) -> Optional[int]:
-    """Seconds until an allocation of so many nodes would start; None if Slurm does not say."""
-    words = [f"--account={block['account']}", f'--nodes={num_nodes}', f"--time={block['walltime']}",
-             f"--partition={block['partition']}", f"--mem={block['mem']}",
-             f"--ntasks-per-node={block['ntasks_per_node']}"]
-    words += [f'--{key}={block[key]}' for key in ('qos', 'gres') if key in block]
-    at = parse_start(ask_slurm(slurm_argv('sbatch', '--test-only', *words, '--wrap', 'hostname')))
-    return None if at is None else max(0, round(at - time.time()))
-
-
 class Advice(Row):
     """How many allocations of how many nodes to ask for."""
     num_allocations: int
@@ -28646,21 +28617,6 @@ def advise(made: PlannedScheduler, state: Optional[Dict[str, Any]]) -> Advice:
     return Advice(-(-n // chunk), chunk * width, 'chunked', f'{facts}: some nodes at a time')
 
 
-def compare_probes(advice: Advice, made: PlannedScheduler, small_s: Optional[int],
-                   large_s: Optional[int]) -> Advice:
-    """The advice after Slurm has said when one small allocation, and when one of all nodes, would start."""
-    if small_s is None or large_s is None:
-        return advice
-    n = made.num_allocations
-    last_small_s = small_s * min(n, PARALLEL_STARTS) + made.walltime_s
-    if large_s + made.walltime_s <= last_small_s:
-        return Advice(1, n * made.nodes, 'single', f'by sbatch --test-only one large allocation starts in '
-                      f'{large_s} s, a small one in {small_s} s')
-    if advice.strategy == 'single':
-        return advice
-    return advice._replace(reason=f'{advice.reason}; sbatch --test-only agrees')
-
-
 def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
     """Recommend how many allocations of how many nodes a workflow should ask for now."""
     made, profile, account, _ = read_for_slurm(session, args['spec'], args, replaces=True, has_actions=False)
@@ -28668,22 +28624,22 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
     states = [] if args['offline'] else ask_cluster_state(names)
     by_name = {state['partition']: state for state in states}
     recommendations, groups = [], []
-    for scheduler, block in zip(made.plan.schedulers, made.schedulers):
+    for scheduler in made.plan.schedulers:
         partition, walltime = scheduler.partition.name, format_walltime(scheduler.walltime_s)
         group = ', '.join(made.classes[number].name for number in sorted(scheduler.class_numbers))
-        advice, estimates = advise(scheduler, by_name.get(partition)), None
-        if states and scheduler.num_allocations > 1 and not args['skip_test_only']:
-            waits = [probe_start(block, count * scheduler.nodes) for count in (1, scheduler.num_allocations)]
-            advice = compare_probes(advice, scheduler, *waits)
-            estimates = {'small_wait_seconds': waits[0], 'large_wait_seconds': waits[1]}
-        row = {'group_name': group, 'partition': partition, 'num_allocations': advice.num_allocations,
-               'nodes_per_allocation': advice.nodes, 'total_nodes': advice.num_allocations * advice.nodes,
-               'strategy': advice.strategy, 'reason': advice.reason, 'walltime': walltime,
-               'job_count': len(scheduler.jobs)}
-        recommendations.append(row if estimates is None else dict(row, sbatch_estimates=estimates))
+        advice = advise(scheduler, by_name.get(partition))
+        recommendations.append({
+            'group_name': group, 'partition': partition, 'num_allocations': advice.num_allocations,
+            'nodes_per_allocation': advice.nodes, 'total_nodes': advice.num_allocations * advice.nodes,
+            'strategy': advice.strategy, 'reason': advice.reason, 'walltime': walltime,
+            'job_count': len(scheduler.jobs)})
         groups.append({'name': group, 'partition': partition, 'job_count': len(scheduler.jobs),
                        'walltime': walltime, 'ideal_nodes': scheduler.num_allocations * scheduler.nodes})
-    analysis = analyze_graph(made.graph, len(groups))
+    widths = collections.Counter(find_levels(made.graph))
+    widest, num_jobs = max(sorted(widths), key=widths.__getitem__, default=0), len(made.graph.names)
+    analysis = {'total_jobs': num_jobs, 'total_instances': num_jobs, 'dependency_depth': len(widths),
+                'max_parallelism': widths[widest], 'max_parallelism_level': widest,
+                'resource_groups': len(groups)}
     value = {'workflow_analysis': analysis, 'cluster_state': states, 'recommendations': recommendations,
              'warnings': [str(warning) for warning in made.warnings], 'resource_groups': groups,
              'profile_name': profile.name, 'profile_display_name': profile.display_name, 'account': account}
@@ -28696,15 +28652,6 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
                   f"{nodes} of {row['partition']} for {row['walltime']} "
                   f"({row['strategy']})", f"    {row['reason']}"]
     return Answer(value, format_lines(lines))
-
-
-def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
-    """How deep and how wide a workflow is."""
-    widths = collections.Counter(find_levels(graph))
-    widest = max(sorted(widths), key=widths.__getitem__, default=0)
-    return {'total_jobs': len(graph.names), 'total_instances': len(graph.names),
-            'dependency_depth': len(widths), 'max_parallelism': widths[widest],
-            'max_parallelism_level': widest, 'resource_groups': num_groups}
 
 
 # ======== 20f. Recovery commands: sync-status, reconcile, regenerate, submit, cancel, classify ========
@@ -28867,31 +28814,36 @@ def describe_replay(session: Session, args: Arguments, found: Replayed) -> Answe
 LOST_SHOWN = 10     # jobs named for people
 
 
-def judge_allocations(session: Session, workflow_id: int, survey: Dict[str, Any],
-                      reply: Reply) -> AllocationsSeen:
-    """What squeue says of a survey's allocations (`reply`: to seen_argv), and sacct of the missing."""
-    rows = survey['allocations']
-    seen = look_at_allocations(rows, reply, ask_cluster_name(rows))
-    if seen.gone:
-        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
-        argv = sacct_argv(seen.gone, since, END_FORMAT, '-X')       # their last runs
-        judge_ends(seen, ask_slurm(argv), survey['user'])
-    return seen
-
-
 def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
     """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
 
     At most one squeue, and one sacct if any is gone; none of them without an allocation.
     """
     survey, seen = session.call('survey_allocations', workflow_id=workflow_id), AllocationsSeen()
-    if survey['allocations']:
-        seen = judge_allocations(session, workflow_id, survey, ask_slurm(seen_argv()))
+    rows = survey['allocations']
+    if rows:
+        seen = look_at_allocations(rows, ask_slurm(seen_argv()), ask_cluster_name(rows))
+    if seen.gone:
+        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
+        argv = sacct_argv(seen.gone, since, END_FORMAT, '-X')       # their last runs
+        judge_ends(seen, ask_slurm(argv), survey['user'])
     body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
             'is_dry_run': is_dry_run}
     found = session.call('sync_allocations', body, workflow_id=workflow_id)
     return dict(found, doubts=seen.doubts + found['doubts'], dry_run=is_dry_run, workflow_id=workflow_id,
                 alive=seen.alive)
+
+
+def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str, is_dry_run: bool = False,
+             has_journals: bool = False) -> Dict[str, Any]:
+    """What cmd_sync_status() does, on the way to something else; doubts go to the user."""
+    if not has_journals:        # they were not taken in just now
+        take_in_first(session, workflow, output_dir, is_dry_run)
+    cleaned = clean_up_allocations(session, workflow['id'], is_dry_run)
+    if cleaned['compute_nodes_deactivated'] and not is_dry_run:     # what their recovery scripts held up
+        take_in_first(session, workflow, output_dir)
+    session.report(*(printable_line(f'warning: {doubt}') for doubt in cleaned['doubts']))
+    return cleaned
 
 
 def cmd_sync_status(session: Session, args: Arguments) -> Answer:
@@ -28954,25 +28906,6 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     return perform_regeneration(session, workflow, planned)
 
 
-def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) -> Tuple[Set[int], str]:
-    """Slurm jobs of a workflow that do nothing more for it, by squeue and sacct; or why that is not known."""
-    if options.is_cleaned:
-        return set(), ''
-    survey = session.call('survey_allocations', workflow_id=workflow_id)
-    if not any(row['slurm_job_id'] for row in survey['allocations']):
-        return set(), ''
-    if not has_slurm_program('squeue'):
-        return set(), f'there is no {slurm_program("squeue")} on this machine'
-    reply = ask_slurm(seen_argv())
-    if reply.code:
-        return set(), f'squeue failed: {explain_reply(reply)}'
-    ending = {cells[0] for cells in read_slurm_rows(reply.out, 3)
-              if parse_slurm_state(cells[1]) == 'COMPLETING'}
-    gone = judge_allocations(session, workflow_id, survey, reply).gone
-    return {row['slurm_job_id'] for row in survey['allocations']
-            if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
-
-
 def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
                       found: Optional[Dict[str, Any]] = None) -> Regeneration:
     """New schedulers, and links of chains, for the jobs that are left; what can be refused is.
@@ -28985,7 +28918,7 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     if not demand.num_left:
         return Regeneration(options, demand)
     config = read_config()
-    profile, gone = find_profile(options.profile, config), find_gone(session, number, options)
+    profile = find_profile(options.profile, config)
     schedulers = {row['id']: row for row in session.items('list_slurm_schedulers', workflow_id=number)}
     account = options.account or next((row['account'] for row in schedulers.values()), None)
     account = find_account(account, workflow.get('slurm_defaults') or {}, profile, config)
@@ -28999,34 +28932,26 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
                 f'{profile.name}: {reason}' for number, reason in made.problems]
     if problems and not (made.schedulers or demand.chains):
         raise BadInput(problems[0])
-    supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
+    supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in options.gone])
     renewals = renew(demand, made, supply, account)
     renewals += renew_chains(demand, supply, schedulers, workflow)
     warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
     warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
                  f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
                  for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
-    warnings += supply_warnings(session, workflow, supply, found, gone, options.includes_lost)
+    if supply.num_counted:
+        warnings.append(counted(supply.num_counted, 'allocation', 'is/are') + ' queued or running: what these '
+                        'will do is not planned again')
     for renewal in renewals:
         check_scheduler(workflow, dict(renewal.block, id=0), options.settings)
     return Regeneration(options, demand, is_begun, profile, made, renewals, warnings)
 
 
-def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
-                    gone: Tuple[Set[int], str], includes_lost: bool) -> Iterator[str]:
-    """What the user is told of allocations that are there already."""
-    if supply.num_counted:
-        yield (counted(supply.num_counted, 'allocation', 'is/are') + ' queued or running: what these will do '
-               'is not planned again')
-    if gone[1] and found['allocations']:
-        allocations = counted(len(found['allocations']), 'allocation')
-        yield f'{gone[1]}: {allocations}, not reported as ended, may be queued or running'
-    lost = [row for row in found['allocations'] if row['slurm_job_id'] in gone[0]]
-    held = sum(row['num_jobs'] for row in lost)
-    if held and not includes_lost:
-        sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
-        jobs, ended = counted(held, 'job', 'counts/count'), counted(len(lost), 'allocation')
-        yield f'{jobs} as running in {ended} that ended, and no other is planned for that; first: {sync}'
+def expect_clean_up(options: RegenerateOptions, cleaned: Dict[str, Any]) -> RegenerateOptions:
+    """The options of a dry run, for which nothing was cleaned up."""
+    return options._replace(
+        gone=[row['slurm_job_id'] for row in cleaned['allocations'] if row['status'] == 'complete'],
+        include_job_ids=[*options.include_job_ids, *(row['job_id'] for row in cleaned['requeued_job_details'])])
 
 
 def perform_regeneration(session: Session, workflow: Dict[str, Any],
@@ -29079,12 +29004,6 @@ def cmd_regenerate(session: Session, args: Arguments) -> Answer:
     if args['submit'] and not args['dry_run']:
         refuse_without_sbatch()
     workflow = session.workflow(choose_workflow(session, args))
-    status = session.call('get_workflow_status', workflow_id=workflow['id'])
-    if status['is_canceled']:
-        refuse_canceled(session, workflow['id'])
-    if has_failed(status['jobs_by_status']):
-        recover = command_line(session, 'recover', workflow['id'])
-        session.inform(f'What failed is not planned for; to run it again: {recover}')
     options = RegenerateOptions(
         args['account'], args['profile'], args['partition'], args['walltime'], plan_options(args),
         args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
@@ -29093,7 +29012,16 @@ def cmd_regenerate(session: Session, args: Arguments) -> Answer:
 
 
 def report_regenerated(session: Session, workflow: Dict[str, Any], options: RegenerateOptions) -> Answer:
-    """Plan what is asked for, do it, and say so."""
+    """Clean up, plan what is asked for, do it, and say so."""
+    status = session.call('get_workflow_status', workflow_id=workflow['id'])
+    if status['is_canceled']:
+        refuse_canceled(session, workflow['id'])
+    cleaned = clean_up(session, workflow, options.settings['output_dir'], options.is_dry_run)
+    if options.is_dry_run:
+        options = expect_clean_up(options, cleaned)
+    if has_failed(status['jobs_by_status']) or cleaned['failed_job_details']:
+        recover = command_line(session, 'recover', workflow['id'])
+        session.inform(f'What failed is not planned for; to run it again: {recover}')
     value = regenerate_workflow(session, workflow, options)
     for warning in value['warnings']:
         session.report(f'warning: {warning}')
@@ -29258,9 +29186,15 @@ def cmd_classify(session: Session, args: Arguments) -> Answer:
 
 RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
-AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
-PROMPT_BYTES = 100000       # of jobs in a prompt: a word of a command line has at most 128 KiB (execve(2))
+PROMPT = """Failed jobs of workflow {workflow} wait for a decision: run again, or failed for good. They are
+listed by: {program} jobs list {workflow} --status pending_failed
+Look at what each of them wrote: {program} logs -o {output_dir} {workflow} JOB_ID
+and decide whether another attempt may succeed (a network that was down, a busy file system, too little
+memory or time) or cannot (a bug, a wrong input). Then run for each one of these commands:
+    {program} jobs classify JOB_ID retry --reason TEXT [--memory SIZE] [--runtime DURATION]
+    {program} jobs classify JOB_ID fail --reason TEXT
+"""
 REMEDY_COLUMNS = ('Requirements', 'Jobs', 'For', 'Resource', 'Old', 'New', 'Peak')
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
@@ -29296,7 +29230,8 @@ def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
     `has_journals`: they were taken in just now.
     """
     session.client.need_server()       # it ends the jobs of runners that were killed
-    number, cleaned = workflow['id'], clean_up(session, workflow, args, has_journals)
+    number = workflow['id']
+    cleaned = clean_up(session, workflow, args['output_dir'], args['dry_run'], has_journals)
     expected = cleaned if args['dry_run'] else {}       # what a dry run has not set right
     decide_undecided(session, workflow, args)
     workflow = session.workflow(number)
@@ -29323,24 +29258,16 @@ def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
     return Evidence(workflow, mode, cleaned, jobs, uses, failures, num_left, refusal)
 
 
-def clean_up(session: Session, workflow: Dict[str, Any], args: Arguments,
-             has_journals: bool) -> Dict[str, Any]:
-    """Set right what dead allocations and runners left, as cmd_sync_status() does."""
-    take_in = functools.partial(take_in_first, session, workflow, args['output_dir'])
-    if not has_journals:
-        take_in(args['dry_run'])
-    cleaned = clean_up_allocations(session, workflow['id'], args['dry_run'])
-    if cleaned['compute_nodes_deactivated'] and not args['dry_run']:
-        take_in()
-    session.report(*(printable_line(f'warning: {doubt}') for doubt in cleaned['doubts']))
-    return cleaned
-
-
 def decide_undecided(session: Session, workflow: Dict[str, Any], args: Arguments) -> None:
-    """Let an agent classify failures that wait for a decision, or tell how it is done."""
+    """Let an agent decide about failures that wait for that; what it leaves, the user decides."""
     jobs = session.items('list_jobs', workflow_id=workflow['id'], status='pending_failed')
     if jobs and args['ai_recovery'] and not args['dry_run']:
-        run_agent(session, workflow, args, jobs)
+        prompt = PROMPT.format(workflow=workflow['id'], program=command_line(session),
+                               output_dir=shlex.quote(args['output_dir']))
+        words = [*split_command(args['ai_agent'], '--ai-agent'), prompt]
+        code = run_program(session, words, workflow, '--ai-agent', AGENT_LIMIT_S)
+        if code:
+            session.report(f'warning: {words[0]} ended with return code {code}')
         jobs = session.items('list_jobs', workflow_id=workflow['id'], status='pending_failed')
     if jobs:
         names = first_of([f"{job['id']} ({job['name']})" for job in jobs], CANDIDATES_SHOWN)
@@ -29457,11 +29384,9 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
     if args['recovery_hook'] and any(failure.kind == 'unknown' for failure in remedies.retried):
         plan = plan._replace(hook=[*split_command(args['recovery_hook'], '--recovery-hook'), str(number)])
     if is_slurm:
-        cleaned = found.cleaned if is_dry_run else {}       # else it has been done
-        requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
-        options = regenerate_options(args, settings)._replace(
-            include_job_ids=() if plan.answer else requeued, includes_lost=True, submits=not is_dry_run,
-            is_dry_run=is_dry_run, is_cleaned=not cleaned.get('allocations'))
+        options = regenerate_options(args, settings)
+        if is_dry_run:
+            options = expect_clean_up(options._replace(submits=False, is_dry_run=True), found.cleaned)
         plan = plan._replace(allocations=plan_regeneration(session, found.workflow, options,
                                                            (plan.answer or {}).get('demand')))
     return plan
@@ -29543,8 +29468,8 @@ def recovery_request(session: Session, found: Evidence, plan: RecoveryPlan,
 
 
 def regenerate_options(args: Arguments, settings: Dict[str, Any]) -> RegenerateOptions:
-    """What new allocations are planned and submitted with. That others are queued is known."""
-    return RegenerateOptions(submits=True, is_cleaned=True, settings=settings, **{
+    """What new allocations are planned and submitted with."""
+    return RegenerateOptions(submits=True, settings=settings, **{
         name: args[name] for name in ('account', 'profile', 'partition', 'walltime')})
 
 
@@ -29798,48 +29723,6 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
             process.wait()
         adopt_orphans(adopted_before)
     return code if code >= 0 else 128 - code
-
-
-PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
-For each of the jobs below look at what it wrote and decide whether another attempt may succeed (a network
-that was down, a busy file system, too little memory or time) or cannot (a bug, a wrong input). Then run for
-each job one of these commands:
-    {classify} JOB_ID retry --reason TEXT [--memory SIZE] [--runtime DURATION]
-    {classify} JOB_ID fail --reason TEXT
-What a job wrote is shown by: {logs} JOB_ID
-Jobs:
-{jobs}
-"""
-
-
-def run_agent(session: Session, workflow: Dict[str, Any], args: Arguments,
-              jobs: Sequence[Dict[str, Any]]) -> None:
-    """Let the program of the user's choice decide about failures; what it leaves stays undecided."""
-    words = split_command(args['ai_agent'], '--ai-agent')
-    words += AGENT_WORDS.get(os.path.basename(words[0]), []) if len(words) == 1 else []
-    code = run_program(session, [*words, format_prompt(session, workflow, args, jobs)], workflow,
-                       '--ai-agent', AGENT_LIMIT_S)
-    if code:
-        session.report(f'warning: {words[0]} ended with return code {code}')
-
-
-def format_prompt(session: Session, workflow: Dict[str, Any], args: Arguments,
-                  jobs: Sequence[Dict[str, Any]]) -> str:
-    """What an agent is asked: the jobs, and the commands to decide with."""
-    results = {item['job_id']: item for item in session.items('list_results', workflow_id=workflow['id'])}
-    lines, left = [], PROMPT_BYTES
-    for job in jobs:
-        result = results.get(job['id'], {})
-        line = f"    {job['id']} {cut(job['name'], 300)}: return code {result.get('return_code')}, " \
-               f"{cut(result.get('reason') or 'no message', 300)}; command: {cut(job['command'], 300)}"
-        left -= len(encode_text(printable_message(line))) + 1
-        if left < 0:
-            lines.append(f'    and {len(jobs) - len(lines)} more, which are asked about the next time')
-            break
-        lines.append(line)
-    return printable_message(PROMPT.format(
-        workflow=f"{workflow['id']} ({workflow['name']})", classify=command_line(session, 'jobs', 'classify'),
-        logs=command_line(session, 'logs', '-o', args['output_dir'], workflow['id']), jobs='\n'.join(lines)))
 
 
 # -------- the command --------
@@ -30787,16 +30670,6 @@ def parse_log_level(text: str) -> str:
     return one_of(*LOG_LEVELS)(level)
 
 
-def parse_server_verb(text: str) -> str:
-    """The word `run` of torc-server."""
-    cures = {'service': f'start `{program_name()} serve` from a unit file, crontab (@reboot) or terminal '
-                        'multiplexer',
-             'export': "copy the database: kill -USR1 the server, or copy its file while it doesn't run"}
-    if text in cures:
-        raise ValueError(f'torc-server\'s {text!r} is not there: {cures[text]}')
-    return one_of('run')(text)
-
-
 def parse_label(text: str) -> str:
     """A label of a job or runner."""
     error = label_error(text)
@@ -31536,7 +31409,7 @@ COMMANDS = (
                  default='html')),
         f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
-        Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
+        Argument('run', '', 'accepted, as in torc-server', one_of('run'), '?', key='word'),
         Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1; in an allocation of '
                  'Slurm 0.0.0.0: all of its node)'),
         Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT}; in an allocation 0)',
@@ -31845,7 +31718,8 @@ COMMANDS = (
     Command('slurm list', lists('list_slurm_schedulers', SCHEDULER_COLUMNS, 'Slurm schedulers'),
         'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), 'slurm list 1', True),
     Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
-    Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
+    Command('slurm delete', changes('delete_slurm_scheduler', 'Deleted Slurm scheduler {id}'),
+        'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
     Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
         ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many (default: 1; of a chain what its jobs take)',
                            at_least(1)),
@@ -31900,7 +31774,7 @@ COMMANDS = (
         'recommend how many allocations of how many nodes a workflow file should ask for now', (
         *PLANNED_SPEC, Argument('-p --partition', 'NAME', 'only of this partition'),
         Argument('--offline', '', 'do not ask Slurm how full it is'),
-        Argument('--skip-test-only', '', 'do not ask sbatch when allocations would start'), *PLAN_OPTIONS),
+        Argument('--skip-test-only', '', 'accepted, without effect: sbatch is not asked'), *PLAN_OPTIONS),
         'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml'),
 
     Command('remote run', cmd_remote_run, 'start a worker on each host, by ssh', (
