@@ -19025,21 +19025,6 @@ class SlurmSubmitTest(SlurmTest):
         self.assertEqual({node['hostname'] for node in nodes}, said)
 
 
-STAGED_AGAIN = """
-name: w
-resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M}]
-jobs:
-  - {name: "a{i}", command: "echo {i}", parameters: {i: "1:3"}, scheduler: s, resource_requirements: r}
-  - {name: "b{i}", command: "echo {i}", parameters: {i: "1:2"}, depends_on: [a1, a2, a3], scheduler: t, resource_requirements: r}
-slurm_schedulers:
-  - {name: s, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
-  - {name: t, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
-actions:
-  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}
-  - {trigger_type: on_jobs_ready, jobs: [b1, b2], action_type: schedule_nodes, scheduler: t, scheduler_type: slurm, num_allocations: 1}
-"""
-
-
 @slow
 class SlurmRegenerateTest(SlurmTest):
     """Allocations planned anew, and chains, on a real Slurm."""
@@ -19050,19 +19035,6 @@ class SlurmRegenerateTest(SlurmTest):
                         lambda: [self.allocations(), self.world.main('status', 1), self.world.main('explain', 1)])
         counts = self.assertExit(0, self.world.main('-f', 'json', 'status', 1)).json()['jobs_by_status']
         self.assertEqual({'completed': count}, {name: number for name, number in counts.items() if number})
-
-    def test_a_staged_workflow_whose_allocations_were_canceled_is_completed(self):
-        self.world.write('w.yaml', STAGED_AGAIN)
-        lost = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml')).json()['slurm_job_ids']
-        self.bed.ask('scancel', *lost)
-        self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the canceled allocations')
-        made = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--submit', '-p', 1)).json()
-        self.assertEqual((5, 2, 1, 1, []), tuple(made[key] for key in (
-            'pending_jobs', 'total_allocations', 'allocations_submitted', 'allocations_deferred', 'warnings')))
-        again = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--dry-run')).json()
-        self.assertLessEqual(again['total_allocations'], 2)
-        self.wait_completed(5)
-        self.assertEqual(4, len(self.allocations()))
 
     def test_a_chain_ends_with_its_work_and_the_links_that_are_left_are_canceled(self):
         self.world.write('w.yaml', """
@@ -20278,15 +20250,6 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertExit(4, self.world.main(*self.OPTIONS), 'no more jobs', '(run 2 has begun; submit it with: torc.py recover 1)')
         self.hook('hook')
         self.assertEqual(2, self.recover()['run_id'])
-
-    @slow
-    def test_one_that_was_killed_right_after_the_change_is_finished_by_the_next(self):
-        patched = unittest.mock.patch.object(torc, 'submit_recovered', side_effect=KeyboardInterrupt)
-        with patched:
-            self.assertExit(130, self.world.main(*self.OPTIONS))
-        self.assertEqual(([], 'ready'), (self.fakes.calls('sbatch'), self.statuses()['oom']))
-        done = self.recover()
-        self.assertEqual((2, True), (done['run_id'], bool(self.fakes.calls('sbatch'))))
 
 
 @slow

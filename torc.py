@@ -27858,21 +27858,16 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[st
         initialize_for_run(session, workflow, status, is_forced)
     elif status['is_canceled']:
         refuse_canceled(session, number)
-    warn_of_loopback(session)
+    client = session.client
+    if client.named_url or client.is_lasting:
+        host = parse_url(client.url).host
+        if is_loopback(host) or host in LOOPBACK_NAMES:     # they would wait, and pay for it
+            session.report(f'warning: runners on other machines cannot reach the server at {client.url}: '
+                           'start it with `serve --host 0.0.0.0`')
     directory = workflow.get('submission_directory')
     if directory and os.path.isdir(directory) and not os.path.samefile(directory, settings['directory']):
         session.report(f'warning: workflow {number} was created in {directory}; relative paths of '
                        'its jobs now count from here')
-
-
-def warn_of_loopback(session: Session) -> None:
-    """Say so if runners on other machines cannot reach the server: they would wait, and pay for it."""
-    client = session.client
-    if client.named_url or client.is_lasting:
-        host = parse_url(client.url).host
-        if is_loopback(host) or host in LOOPBACK_NAMES:
-            session.report(f'warning: runners on other machines cannot reach the server at {client.url}: '
-                           'start it with `serve --host 0.0.0.0`')
 
 
 def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
@@ -28185,20 +28180,16 @@ def cmd_slurm_sacct(session: Session, args: Arguments) -> Any:
     shown = [account for account in accounts if account.step or account.job_id not in with_steps]
     if args['save_json']:
         save_accounts(args['output_dir'], accounts)
-    summary = list(map(describe_account, shown))
+    summary = [{
+        'slurm_job_id': row.job_id, 'job_step': row.name, 'state': row.state, 'exit_code': row.exit_code,
+        'elapsed': format_elapsed(row.elapsed_s),
+        'max_rss': '-' if row.max_rss_bytes is None else report_memory(row.max_rss_bytes),
+        'cpu_time': '-' if row.cpu_s is None else format_elapsed(row.cpu_s), 'nodes': row.node_list}
+               for row in shown]
     answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids), 'summary': summary,
               'errors': errors}
     session.report(*(f'torc: {error}' for error in errors))
     return Listing(headings_of(SACCT_COLUMNS), summary, 'Slurm job steps', answer)
-
-
-def describe_account(account: JobAccount) -> Dict[str, Any]:
-    """A row of sacct, with the keys of Torc's JSON."""
-    size, cpu_s = account.max_rss_bytes, account.cpu_s
-    return {'slurm_job_id': account.job_id, 'job_step': account.name, 'state': account.state,
-            'exit_code': account.exit_code, 'elapsed': format_elapsed(account.elapsed_s),
-            'max_rss': '-' if size is None else report_memory(size),
-            'cpu_time': '-' if cpu_s is None else format_elapsed(cpu_s), 'nodes': account.node_list}
 
 
 def save_accounts(output_dir: str, accounts: Sequence[JobAccount]) -> None:
@@ -28287,7 +28278,8 @@ def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Answer:
         return Answer({'workflow_id': workflow_id, 'output_dir': path, 'message': message, 'total_issues': 0,
                        'errors': 0, 'warnings': 0, 'issues': []},
                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
-    files = search_logs(session, path, workflow_id, lambda name: is_slurm_log(name, job_ids))
+    files = search_logs(session, path, workflow_id, lambda name: STDIO_FILE_NAME.search(name) or any(
+        number in job_ids for number in SLURM_OUTPUT_NAME.findall(name)))
     jobs, counts = SlurmJobs(session, workflow_id), collections.Counter()   # type: SlurmJobs, Any
     counts.update(kind.is_error for _, found in files for kind in ERROR_CLASSES
                   for _ in range(found.counts[kind.name]))
@@ -28299,12 +28291,6 @@ def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Answer:
               'files_scanned': len(files), 'total_issues': sum(counts.values()), 'errors': counts[True],
               'warnings': counts[False], 'issues': issues}
     return Answer(answer, format_issues(answer))
-
-
-def is_slurm_log(name: str, job_ids: Sequence[str]) -> bool:
-    """Whether a log is one of these allocations, or of a job."""
-    output = SLURM_OUTPUT_NAME.search(name)
-    return output.group(1) in job_ids if output else bool(STDIO_FILE_NAME.search(name))
 
 
 def format_issues(answer: Dict[str, Any]) -> str:
@@ -29079,7 +29065,11 @@ def cmd_submit(session: Session, args: Arguments) -> Answer:
         refuse_without_schedules(actions, f"workflow {workflow['id']}", command_line(session, *regenerate),
                                  command_line(session, 'run', workflow['id']))
         if args['action'] is not None:
-            return submit_action(session, workflow, args['action'], settings)
+            request = {'settings': settings, 'actions': [{'action_id': args['action']}]}
+            done = Submitter(session, workflow).run(request)
+            answer = report_submitted(session, workflow, done)
+            is_idle = done.answer['idle_actions'] and not (done.refusals or done.left)
+            return answer._replace(code=0) if is_idle else answer   # a runner's action has nothing to do
         outcome = submit_workflow(session, workflow, settings, args)
         is_any = outcome.numbers or outcome.refusals or outcome.why_left or outcome.answer['idle_actions']
         if not is_any and has_unplanned(session, workflow):
@@ -29101,16 +29091,6 @@ def cmd_submit(session: Session, args: Arguments) -> Answer:
         session.inform(f'Created workflow {workflow_id}')
     workflow = session.workflow(workflow_id)
     return report_submitted(session, workflow, submit_workflow(session, workflow, settings, args))
-
-
-def submit_action(session: Session, workflow: Dict[str, Any], action_id: int,
-                  settings: Dict[str, Any]) -> Answer:
-    """Submit the allocations of one action, and what others have left: what runners do for an action."""
-    request = {'settings': settings, 'actions': [{'action_id': action_id}]}
-    done = Submitter(session, workflow).run(request)
-    answer = report_submitted(session, workflow, done)
-    is_idle = done.answer['idle_actions'] and not (done.refusals or done.left)
-    return answer._replace(code=0) if is_idle else answer
 
 
 def has_unplanned(session: Session, workflow: Dict[str, Any]) -> bool:
@@ -29360,6 +29340,9 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
     number, is_slurm, is_dry_run = found.workflow['id'], found.mode == 'slurm', args['dry_run']
     given = ((resource, args[f'{resource}_multiplier']) for resource in MEASURES)
     multipliers = {resource: value for resource, value in given if value is not None}
+    takes_all = args['retry_unknown'] or bool(args['recovery_hook'])
+    asked = {'unknown': takes_all, 'cpu': takes_all or args['cpu_multiplier'] is not None}
+    retried = [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
     partitions = []     # type: Sequence[Partition]  # where new allocations may be
     if is_slurm and any(increase([failure], multipliers) for failure in found.failures):
         partitions = chosen_partitions(find_profile(args['profile'], read_config()), args['partition'])
@@ -29367,7 +29350,7 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
     for job in found.jobs:
         sharers[job.get('resource_requirements_id') or 0].append(job['id'])
     remedies = plan_remedies(found.failures, sharers, RemedyRules(
-        multipliers, retried_kinds(args), args['is_shared'],
+        multipliers, retried, args['is_shared'],
         functools.partial(find_ceiling, partitions, args['walltime'], plan_times(found.workflow)['end_s']),
         count_losses(session, found)))
     plan = RecoveryPlan(remedies, [job for job in found.jobs if job['status'] == 'canceled'
@@ -29390,13 +29373,6 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
         plan = plan._replace(allocations=plan_regeneration(session, found.workflow, options,
                                                            (plan.answer or {}).get('demand')))
     return plan
-
-
-def retried_kinds(args: Arguments) -> List[str]:
-    """The classes of failures that are retried."""
-    takes_all = args['retry_unknown'] or bool(args['recovery_hook'])
-    asked = {'unknown': takes_all, 'cpu': takes_all or args['cpu_multiplier'] is not None}
-    return [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
 
 
 def count_losses(session: Session, found: Evidence) -> Dict[int, int]:
@@ -30029,7 +30005,12 @@ class Supervision:
         """Run what failed again."""
         self.watcher.on_recovery()
         self.keep()
-        with self.enduring(self.on_refusal):
+
+        def refuse(failure: str) -> None:
+            self.refusal = failure
+            self.watcher.on_recovered(failure)
+
+        with self.enduring(refuse):
             workflow = self.session.workflow(self.number)
             found = recover_workflow(self.session, workflow, self.args, self.settings())
             self.watcher.on_recovered()
@@ -30041,11 +30022,6 @@ class Supervision:
             self.say('Recovery initiated. Resuming monitoring...')
             if found.get('next_command'):
                 self.say(f"to go on: {found['next_command']}")
-
-    def on_refusal(self, failure: str) -> None:
-        """It was not recovered."""
-        self.refusal = failure
-        self.watcher.on_recovered(failure)
 
 
 def cmd_watch(session: Session, args: Arguments) -> int:
