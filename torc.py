@@ -28103,6 +28103,12 @@ def cmd_slurm_update(session: Session, args: Arguments) -> Answer:
     return Answer(record, f"Updated Slurm scheduler {args['id']}\n")
 
 
+def cmd_slurm_delete(session: Session, args: Arguments) -> Answer:
+    """Delete a Slurm scheduler."""
+    record = session.call('delete_slurm_scheduler', id=args['id'])
+    return Answer(record, f"Deleted Slurm scheduler {args['id']}\n")
+
+
 def cmd_allocation_jobs(session: Session, args: Arguments) -> Listing:
     """Jobs that run, or have run, in an allocation."""
     record = session.call('get_scheduled_compute_node', id=args['id'])
@@ -28926,8 +28932,8 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
                  f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
                  for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
     if supply.num_counted:
-        warnings.append(counted(supply.num_counted, 'allocation', 'is/are') + ' queued or running: what these '
-                        'will do is not planned again')
+        queued = counted(supply.num_counted, 'allocation', 'is/are')
+        warnings.append(f'{queued} queued or running: what these will do is not planned again')
     for renewal in renewals:
         check_scheduler(workflow, dict(renewal.block, id=0), options.settings)
     return Regeneration(options, demand, is_begun, profile, made, renewals, warnings)
@@ -28937,7 +28943,8 @@ def expect_clean_up(options: RegenerateOptions, cleaned: Dict[str, Any]) -> Rege
     """The options of a dry run, for which nothing was cleaned up."""
     return options._replace(
         gone=[row['slurm_job_id'] for row in cleaned['allocations'] if row['status'] == 'complete'],
-        include_job_ids=[*options.include_job_ids, *(row['job_id'] for row in cleaned['requeued_job_details'])])
+        include_job_ids=[*options.include_job_ids,
+                         *(row['job_id'] for row in cleaned['requeued_job_details'])])
 
 
 def perform_regeneration(session: Session, workflow: Dict[str, Any],
@@ -31694,8 +31701,7 @@ COMMANDS = (
     Command('slurm list', lists('list_slurm_schedulers', SCHEDULER_COLUMNS, 'Slurm schedulers'),
         'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), 'slurm list 1', True),
     Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
-    Command('slurm delete', changes('delete_slurm_scheduler', 'Deleted Slurm scheduler {id}'),
-        'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
+    Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
     Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
         ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many (default: 1; of a chain what its jobs take)',
                            at_least(1)),
