@@ -18381,11 +18381,18 @@ class AccountCommandTest(CommandTest):
 
     def test_a_workflow_without_allocations_is_no_error_and_sacct_is_not_asked(self):
         self.make('{name: local, jobs: [{name: j, command: "true"}]}')
-        said = 'No Slurm scheduled compute nodes found'
-        self.assertEqual({'workflow_id': 2, 'message': said, 'summary': []}, self.json('slurm sacct 2'))
-        self.assertEqual({'workflow_id': 2, 'total_slurm_jobs': 0, 'total_nodes': 0, 'total_node_time': '0s',
-                          'total_node_time_seconds': 0, 'total_cpu_time': '0s', 'total_cpu_time_seconds': 0}, self.json('slurm usage 2'))
-        self.assertEqual(f'{said} for workflow 2\n', self.text('slurm parse-logs . -w 2'))
+        self.play('''
+            $ slurm sacct 2
+            No Slurm scheduled compute nodes found for workflow 2
+            $ slurm usage 2
+            Workflow ID: 2
+            Slurm jobs:  0
+            Nodes:       0
+            Node time:   0s
+            CPU time:    0s
+            $ slurm parse-logs . -w 2
+            No Slurm scheduled compute nodes found for workflow 2
+            ''')
         self.assertEqual([], self.fakes.calls('sacct'))
 
     def test_errors_in_logs_are_found_by_allocation_node_and_job(self):
@@ -18660,19 +18667,17 @@ class SubmitTest(SubmitCase):
             self.assertIn(message.format('scheduler s'), done.err)
 
     def test_what_cannot_be_submitted_is_refused_before_anything_is_created(self):
-        plain = self.world.write('plain.yaml', 'name: p\njobs: [{name: a, command: c}]\n')
-        bad = self.world.write('bad.yaml', SUBMITTED.replace('walltime:', 'extra: --array=1-3, walltime:'))
-        for code, words, env, messages in (
-                (4, ['plain.yaml'], None, ['plain.yaml has no schedule_nodes action (on_workflow_start, on_jobs_ready, on_jobs_complete): nothing says '
-                                           'which allocations it needs. Let them be planned: torc.py submit --account ACCOUNT plain.yaml; or run it '
-                                           'here: torc.py run plain.yaml']),
-                (4, ['w.yaml'], {'TORC_FAKE_SBATCH': '/no/sbatch'}, ['there is no /no/sbatch here: submit from a login node']),
-                (4, [bad], None, ['scheduler s, or slurm_defaults: --array does not go with an allocation']),
-                (2, ['w.yaml', '--action', 1], None, ['--action is one of a workflow that is there'])):
-            self.assertExit(code, self.world.main('submit', *words, env=env), *messages)
-        self.assertFalse(os.path.exists(self.world.path('torc_output', 'torc.db')))
-        self.assertExit(0, self.world.main('create', plain))
-        self.assertExit(4, self.world.main('submit', 1), 'torc.py slurm regenerate 1 --account ACCOUNT --submit; or run it here: torc.py run 1')
+        self.world.write('plain.yaml', 'name: p\njobs: [{name: a, command: c}]\n')
+        self.world.write('bad.yaml', SUBMITTED.replace('walltime:', 'extra: --array=1-3, walltime:'))
+        self.play('''
+            $ submit plain.yaml -> 4: has no schedule_nodes action (on_workflow_start, on_jobs_ready, on_jobs_complete)...: torc.py submit --account ACCOUNT plain.yaml; or run it here: torc.py run plain.yaml
+            $ TORC_FAKE_SBATCH=/no/sbatch submit w.yaml -> 4: there is no /no/sbatch here: submit from a login node
+            $ submit bad.yaml -> 4: scheduler s, or slurm_defaults: --array does not go with an allocation
+            $ submit w.yaml --action 1 -> 2: --action is one of a workflow that is there
+            % test ! -e torc_output/torc.db
+            $ create plain.yaml -> 0: Created
+            $ submit 1 -> 4: torc.py slurm regenerate 1 --account ACCOUNT --submit; or run it here: torc.py run 1
+            ''')
 
     @slow
     def test_a_refusal_shows_the_words_of_slurm_and_leaves_nothing_behind(self):
@@ -18792,15 +18797,14 @@ class SubmitTest(SubmitCase):
         self.assertIn('--max-parallel-jobs 3', read_text(self.fakes.path('script')))
         self.assertExit(1, self.world.main('submit', 1), 'none of its actions is due')     # it was suppressed
         self.text('slurm create 1 -n chain -a proj --serialize-allocations -p main --extra=--exclusive')
-        for words, message in ((('--scheduler-config-id', 9), 'Slurm scheduler 9 not found in workflow 1; it has 1 (s), 2 (chain)'),
-                               (('--scheduler-config-id', 'chains'), 'Slurm scheduler chains not found in workflow 1; it has 1 (s), 2 (chain)'),
-                               ((), '--scheduler-config-id is required: one of 1 (s), 2 (chain)'),
-                               (('--scheduler-config-id', 2, '-j', 'x'), '--job-prefix does not go with serialize_allocations'),
-                               (('--scheduler-config-id', 1, '--job-prefix=-x'), '--job-prefix takes letters'),
-                               (('--scheduler-config-id', 1, '--start-one-worker-per-node'), 'needs mode direct')):
-            outcome = self.world.main('slurm', 'schedule-nodes', 1, *words)
-            self.assertIn(outcome.code, (2, 4))
-            self.assertIn(message, outcome.err)
+        self.play('''
+            $ slurm schedule-nodes 1 --scheduler-config-id 9 -> 4: Slurm scheduler 9 not found in workflow 1; it has 1 (s), 2 (chain)
+            $ slurm schedule-nodes 1 --scheduler-config-id chains -> 4: Slurm scheduler chains not found in workflow 1; it has 1 (s), 2 (chain)
+            $ slurm schedule-nodes 1 -> 2: --scheduler-config-id is required: one of 1 (s), 2 (chain)
+            $ slurm schedule-nodes 1 --scheduler-config-id 2 -j x -> 2: --job-prefix does not go with serialize_allocations
+            $ slurm schedule-nodes 1 --scheduler-config-id 1 --job-prefix=-x -> 2: --job-prefix takes letters
+            $ slurm schedule-nodes 1 --scheduler-config-id 1 --start-one-worker-per-node -> 2: needs mode direct
+            ''')
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 'chain'))
         self.assertIn('--dependency=singleton', self.fakes.calls('sbatch')[-1].argv)
         self.assertRegex(self.queue()[-1], r'\|w_wf1_s2_([0-9a-f]{6})\|torc:\1')
@@ -21203,12 +21207,6 @@ class BorderTest(WorldTest):
         self.assertEqual(4, code)
         self.assertEqual(1, err.count('\n'))
 
-    def test_csv_where_there_is_none_is_refused_before_anything_is_done(self):
-        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
-        code, out, err = self.main('-f', 'csv', 'create', 'w.yaml')
-        self.assertEqual((2, '', 'torc: `create` has no CSV form: give -f table or -f json\n'), (code, out, err))
-        self.assertFalse(os.path.exists(self.world.path('torc_output')))
-
     def test_a_bug_is_told_with_its_traceback_and_exit_70(self):
         session = types.SimpleNamespace(write=lambda text: 1 / 0, flush=lambda: None, isatty=lambda: False, encoding='utf-8')
         code, _, err = self.main('help', out=session)
@@ -21284,9 +21282,6 @@ class HelpTest(unittest.TestCase):
             text = torc.format_topic('resume')
         self.assertIn('    $ torc run --resume ', text)
         self.assertNotIn('torc.py', text)
-
-    def test_groups_are_pages_too(self):
-        self.assertIn('results list [WF] [options]', torc.format_command_help('results'))
 
     def test_an_unknown_topic_is_told_with_the_nearest(self):
         with self.assertRaises(torc.BadInput) as caught:
