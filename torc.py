@@ -28000,17 +28000,13 @@ def go_on_submitting(session: Session, workflow: Dict[str, Any]) -> List[str]:
 
 
 def warn_of_scheduler(session: Session, item: Submission) -> None:
-    """Say whose allocations leave nodes idle, and which chain is none: a dependency in extra counts."""
+    """Say whose allocations leave nodes idle."""
     config, scheduler = item.workflow.get('execution_config') or {}, item.scheduler
     name = scheduler.get('name') or scheduler['id']
     is_wide = (scheduler.get('nodes') or 1) > 1 and not item.settings.get('start_one_worker_per_node')
     if is_wide and config.get('mode') == 'direct' and config.get('limit_resources') is not False:
         session.report('warning: in mode direct a runner uses one of the nodes that scheduler '
                        f'{name} asks for: let it ask for 1, or give start_one_worker_per_node')
-    if scheduler.get('serialize_allocations') \
-            and {'dependency', 'd'} & names_of_options(split_extra(scheduler)):
-        session.report(f'warning: scheduler {name}: the dependency in its extra replaces the one '
-                       'of its chain (singleton): its allocations may run side by side')
 
 
 def report_troubles(session: Session, workflow: Dict[str, Any], done: Submitter) -> None:
@@ -30333,15 +30329,6 @@ def count_of_variable(name: str, usual: float, least: int) -> int:
     return int(text)
 
 
-def read_administrators(args: Arguments) -> List[str]:
-    """Administrators of a server: options and variable."""
-    named = list(args['admin_user'] or []) + os.environ.get('TORC_ADMIN_USERS', '').split(',')
-    users = list(dict.fromkeys(filter(None, (name.strip() for name in named))))
-    for user in users:
-        check_user_name(user)
-    return users
-
-
 def new_password(session: Session, args: Arguments, is_new: bool = True) -> bytes:
     """The password that a command is about: -p, or asked for (twice if it is new), or a line of stdin."""
     password = args['password']
@@ -30525,6 +30512,10 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
     known_s = args['credential_cache_ttl_secs']
     if known_s is None:
         known_s = count_of_variable('TORC_CREDENTIAL_CACHE_TTL_SECS', DEFAULT_KNOWN_S, 0)
+    named = list(args['admin_user'] or []) + os.environ.get('TORC_ADMIN_USERS', '').split(',')
+    administrators = list(dict.fromkeys(filter(None, (name.strip() for name in named))))
+    for user in administrators:
+        check_user_name(user)
     database = served_database(session, args)
     beside = state_directory() if database == IN_MEMORY else os.path.dirname(database)
     travels = in_slurm_job() and database != IN_MEMORY
@@ -30539,7 +30530,7 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
                           os.path.join(beside, 'torc-server-snapshot.db')), snapshots_kept=kept,
         allows_sql=not args['disable_admin_sql'], allows_sql_writes=not args['disable_admin_sql_writes'],
         auth_file=absolute(args['auth_file'] or os.environ.get('TORC_AUTH_FILE')), known_s=known_s,
-        enforces_access=bool(args['enforce_access_control']), administrators=read_administrators(args),
+        enforces_access=bool(args['enforce_access_control']), administrators=administrators,
         snapshot_interval_s=session.snapshot_interval_s)
 
 
@@ -30711,6 +30702,10 @@ OFFLINE_OPTIONS = (
 )
 LABEL_OF_RUNNER = Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these',
                            parse_labels, '*')
+MAX_PARALLEL = Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need',
+                        at_least(1))
+CLAIM_BACKOFF = Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while '
+                         'nothing changes', at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S)
 RUN_OPTIONS = (
     OUTPUT_DIR,
     Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server, which tells an idle '
@@ -30719,11 +30714,10 @@ RUN_OPTIONS = (
     Argument('--memory-gb', 'N', 'memory to use, in GiB, or such as 512m (default: what is available)',
              at_least(0, lambda text: parse_memory(text, 'g') / MEMORY_SIZES['g'])),
     Argument('--num-gpus', 'N', 'GPUs to use (default: by CUDA_VISIBLE_DEVICES, else all)', at_least(0)),
-    Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
+    MAX_PARALLEL,
     Argument('--max-output-bytes', 'SIZE', "keep so much of a job's stdout, and of its stderr, such as 100m",
              at_least(0, parse_memory)),
-    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
-             at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
+    CLAIM_BACKOFF,
     Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_duration),
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
     LABEL_OF_RUNNER, *OFFLINE_OPTIONS,
@@ -30732,9 +30726,7 @@ ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
     Argument('-p --poll-interval', 'SECONDS', "interval between a runner's requests to the server (default "
              f'{DEFAULT_ALLOCATION_POLL_S:g})', at_least(0.01, parse_seconds)),
-    Argument('-m --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
-    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
-             at_least(0, parse_seconds)),
+    MAX_PARALLEL._replace(names='-m --max-parallel-jobs'), CLAIM_BACKOFF._replace(default=None),
 )
 ACCOUNT = Argument('-a --account', 'ACCOUNT', 'account to charge')
 SCHEDULER_ARGUMENTS = (
@@ -31275,11 +31267,7 @@ COMMANDS = (
         Argument('DIR', '', 'output directory', key='output_dir'),
         Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
                  at_least(0.01, parse_seconds), default=SLURM_POLL_INTERVAL_S),
-        Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need',
-                 at_least(1)),
-        Argument('--claim-backoff-max-secs', 'SECONDS',
-                 'longest interval between requests while nothing changes',
-                 at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
+        MAX_PARALLEL, CLAIM_BACKOFF,
         Argument('--startup-delay-seconds', 'SECONDS', 'begin at some time within so many seconds',
                  at_least(0, parse_seconds), default=0.0),
         Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
