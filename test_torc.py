@@ -16669,13 +16669,6 @@ class StatusReportTest(unittest.TestCase):
             self.assertEqual(kind, found, status)
             self.assertIn(f'Workflow {words}', sentence)
 
-    def test_a_report_of_a_new_workflow_has_no_wall_time(self):
-        status = status_of(uninitialized=2)
-        del status['walltime_seconds']
-        text = torc.format_status(status, UNICODE)
-        self.assertIn('  Execution time 6.0s\n', text)
-        self.assertTrue(text.endswith('◷ Workflow has not been started\n'))
-
 
 class ProgressTest(unittest.TestCase):
     """What `run` shows while jobs run."""
@@ -16723,24 +16716,15 @@ class ProgressTest(unittest.TestCase):
 class StyleTest(unittest.TestCase):
     """What a stream can show."""
 
-    def test_a_pipe_gets_the_whole_text_without_colours(self):
-        style = torc.style_of(io.TextIOWrapper(io.BytesIO(), encoding='utf-8'), {})
-        self.assertEqual((True, False, False, 0), style)
-
-    def test_a_terminal_gets_colours_unless_told_otherwise(self):
-        class Terminal(io.StringIO):
-            encoding = 'latin-1'
-
-            def isatty(self) -> bool:
-                return True
-
-        self.assertTrue(torc.style_of(Terminal(), {}).has_colour)
-        for environ in ({'NO_COLOR': '1'}, {'TERM': 'dumb'}):
-            self.assertFalse(torc.style_of(Terminal(), environ).has_colour)
-        self.assertFalse(torc.style_of(Terminal(), {}).is_unicode)
-        self.assertGreater(torc.style_of(Terminal(), {}).width, 0)
+    def test_a_pipe_gets_the_whole_text_and_a_terminal_colours_unless_told_otherwise(self):
+        self.assertEqual((True, False, False, 0), torc.style_of(io.TextIOWrapper(io.BytesIO(), encoding='utf-8'), {}))
+        latin = unittest.mock.Mock(encoding='latin-1', isatty=lambda: True)
+        for environ, has_colour in (({}, True), ({'NO_COLOR': '1'}, False), ({'TERM': 'dumb'}, False)):
+            style = torc.style_of(latin, environ)
+            self.assertEqual((False, True, has_colour), style[:3])
+            self.assertGreater(style.width, 0)
         with unittest.mock.patch.object(torc.shutil, 'get_terminal_size', lambda: os.terminal_size((0, 0))):
-            self.assertEqual(80, torc.style_of(Terminal(), {}).width)       # of `script` under cron
+            self.assertEqual(80, torc.style_of(latin, {}).width)       # of `script` under cron
 
 
 # -------- errors in logs --------
@@ -16827,16 +16811,11 @@ class FindingsTest(unittest.TestCase):
         self.assertEqual((500, {'Killed': 500}, torc.FINDINGS_KEPT), (found['errors'], found['classes'], len(found['items'])))
         self.assertIn('  and 480 more\n', torc.format_findings([('a.e', findings)]))
 
-    def test_a_file_belongs_to_the_workflow_in_its_name(self):
-        for name, number in (('job_wf1_j1_r1_a1.o', 1), ('job_wf10_j1_r1_a1.o', 10),
-                             ('job_runner_h_wf12_r1.log', 12), ('resource_metrics_wf3.db', 3),
-                             ('wf7.tar.gz', 7), ('swf1_x', None), ('job_wf_j1', None), ('torc.db', None),
-                             ('job_runner_nwf1_wf2_r1.log', 2)):
-            self.assertEqual(number, torc.workflow_in_name(name), name)
-
-    def test_logs_are_told_from_other_files(self):
-        names = ('a.log', 'a.log.1', 'a.o', 'a.e', 'slurm_env_wf1_sl1.log', 'a.db', 'a.tar.gz', 'bundle_metadata.json')
-        self.assertEqual(['a.log', 'a.log.1', 'a.o', 'a.e'], [name for name in names if torc.is_log_name(name)])
+    def test_a_file_belongs_to_the_workflow_in_its_name_and_logs_are_told_from_other_files(self):
+        for name, number, is_log in (
+                ('job_wf1_j1_r1_a1.o', 1, True), ('job_wf10_j1_r1_a1.e', 10, True), ('job_runner_h_wf12_r1.log', 12, True), ('job_runner_nwf1_wf2_r1.log.1', 2, True),
+                ('slurm_env_wf1_sl1.log', 1, False), ('resource_metrics_wf3.db', 3, False), ('wf7.tar.gz', 7, False), ('swf1_x', None, False), ('job_wf_j1', None, False)):
+            self.assertEqual((number, is_log), (torc.workflow_in_name(name), torc.is_log_name(name)), name)
 
     def test_a_large_log_without_errors_is_read_fast(self):
         line = b'step 17 of 1000: residual 0.00012, energy -1234.5678, temperature 300.1\n'
@@ -17880,13 +17859,6 @@ class FollowTest(CommandTest):
             $ logs 1 second -f -> 4: never ran: its prerequisite first failed
             $ logs 1 -f --failed -> 0: ==> first (failed): a <==
             """)
-
-    def test_an_interrupt_ends_it(self):
-        self.make('name: w\njobs: [{name: a, command: "true"}]\n')
-        follower = self.world.start('logs', 1, '-f')
-        self.world.wait(lambda: 'Ctrl-C ends this' in follower.err, 20, 'the follower', [follower])
-        follower.send(signal.SIGINT)
-        self.assertExit(130, follower.finish(20))
 
 
 class UsedResourcesTest(CommandTest):

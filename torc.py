@@ -26438,13 +26438,16 @@ def cmd_logs(session: Session, args: Arguments) -> int:
         return 0
     tail = Tail(session, args['tail'])
     for attempt in found:
-        paths = reader.paths_of(attempt)
-        if len(reader.jobs) != 1:
-            tail.show_title(attempt, paths)
+        paths, why, name = reader.paths_of(attempt), reason_of(attempt), attempt['job_name']
+        is_one = len(reader.jobs) == 1
+        if not is_one and (paths or attempt['status'] in BROKEN_WORDS):
+            tail.show_line(f"{name} ({attempt['status']})" + (f': {why}' if why else ''))
         for path in paths:
             tail.show(path, path if len(paths) > 1 else '')
-        if len(reader.jobs) == 1:
-            report_end(session, attempt, paths)
+        words = [] if paths else ['has written nothing']
+        words += [f"{attempt['status']}: {why}"] if why and why not in map(read_last_line, paths) else []
+        if is_one and words:
+            session.report(f"torc: job {name} {'; '.join(words)}")
     if not reader.jobs:
         report_what_is_not_shown(reader, found)
     return 0
@@ -26540,7 +26543,11 @@ class Tail:
         with file:
             offset, decoder = self.known.get(path, (None, None))
             decoder = decoder or codecs.getincrementaldecoder('utf-8')('replace')
-            file.seek(self.first_offset(file) if offset is None else offset)
+            if offset is None and self.last_lines is not None:      # as far as they are in its last 16 MiB
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - 16 * LOG_PIECE_BYTES))
+                offset = end - sum(map(len, collections.deque(file, self.last_lines)))
+            file.seek(offset or 0)
             for piece in iter(lambda: file.read(LOG_PIECE_BYTES), b''):
                 if title and path != self.last_path and (self.last_path or not self.is_of_one):
                     self.show_line(title)
@@ -26552,20 +26559,6 @@ class Tail:
                     self.pipe.write(piece)
                 self.ends_line = piece.endswith(b'\n')
             self.known[path] = file.tell(), decoder
-
-    def first_offset(self, file: Any) -> int:
-        """Where the last lines of a file begin, as far as they are in its last 16 MiB."""
-        if self.last_lines is None:
-            return 0
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 16 * LOG_PIECE_BYTES))
-        return end - sum(map(len, collections.deque(file, self.last_lines)))
-
-    def show_title(self, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
-        """Whose output follows, and the reason of a failure; nothing for a good job without output."""
-        why = reason_of(attempt)
-        if attempt['status'] in BROKEN_WORDS or paths:
-            self.show_line(f"{attempt['job_name']} ({attempt['status']})" + (f': {why}' if why else ''))
 
     def show_line(self, title: str) -> None:
         """A title on a line of its own, as tail(1) writes it."""
@@ -26583,15 +26576,6 @@ def describe_job(session: Session, job: Dict[str, Any], words: str = '') -> str:
     """'job a (blocked): ' and why it is so, after some words."""
     reason = session.reason(job)
     return f"job {job['name']} ({job['status']}){words}" + (f': {reason}' if reason else '')
-
-
-def report_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
-    """After the output of one job: if there was none, and why it failed, unless that was the last line."""
-    words, why = [] if paths else ['has written nothing'], reason_of(attempt)
-    if why and why not in map(read_last_line, paths):
-        words.append(f"{attempt['status']}: {why}")
-    if words:
-        session.report(f"torc: job {attempt['job_name']} {'; '.join(words)}")
 
 
 def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> None:
@@ -27205,31 +27189,23 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
         raise BadInput('--resume needs a workflow file: what comes through stdin cannot be found again')
     session.is_reading = session.is_reading or is_dry_run
     session.client.need_server()    # it looks which runners still live
-    name, directory, unknown, others = planned['name'], planned['submission_directory'], None, []
+    name, directory, others = planned['name'], planned['submission_directory'], []
     for item in session.client.pages('list_workflows', name=name, is_archived=False, reverse_sort=True):
         if item['user'] in (planned['user'], user_name()):
             if item.get('spec_path') == path and (path or item.get('submission_directory') == directory):
                 planned['submission_directory'] = item.get('submission_directory')
                 return item
-            if item.get('spec_path'):
-                others.append(item)
-            elif item.get('submission_directory') == directory:
-                unknown = unknown or item
-    if unknown is None:
-        session.report(f"No workflow {name!r} was made {f'from {path}' if path else 'here'} before")
-        others.sort(key=lambda item: os.path.exists(item['spec_path']))
-        for item in others[:bool(path)]:
-            update = command_line(session, 'workflows', 'update', item['id'], '--spec-path', path)
-            said = (f"Workflow {item['id']} was made from {item['spec_path']}; if that is now this one: "
-                    + update)
-            is_gone = not os.path.exists(item['spec_path'])
-            if is_gone and item.get('submission_directory') == directory and not is_dry_run:
-                raise Refused(f'{said}; without --resume the file makes a new workflow')
-            session.report(said)
-    elif not session.confirm(f"Workflow {unknown['id']} has this name and directory, but does not say from "
-                             'which file it was made. Is it this one?'):
-        raise Refused('nothing was changed; without --resume the file makes a new workflow')
-    return unknown
+            others += [item] if item.get('spec_path') else []
+    session.report(f"No workflow {name!r} was made {f'from {path}' if path else 'here'} before")
+    others.sort(key=lambda item: os.path.exists(item['spec_path']))
+    for item in others[:bool(path)]:
+        update = command_line(session, 'workflows', 'update', item['id'], '--spec-path', path)
+        said = f"Workflow {item['id']} was made from {item['spec_path']}; if that is now this one: {update}"
+        is_gone = not os.path.exists(item['spec_path'])
+        if is_gone and item.get('submission_directory') == directory and not is_dry_run:
+            raise Refused(f'{said}; without --resume the file makes a new workflow')
+        session.report(said)
+    return None
 
 
 def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], is_dry_run: bool,
@@ -27406,7 +27382,11 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
     if is_uninitialized:
         initialize_for_run(session, workflow, status, is_forced, is_new)
     session.client.need_server()    # the runner, and others that join it, speak to one
-    report_location(session, workflow)
+    client = session.client
+    if session.options['in_memory'] and not client.in_memory:
+        session.report(f'warning: {client.location} is served already, and not from memory')
+    if not client.is_own:       # not the embedded database of this directory
+        session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
     style = style_of(session.err, os.environ)
     progress = Progress(session.err, style, session.options['quiet'], printer=printer)
     try:
@@ -27436,15 +27416,6 @@ def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
     triggers = [trigger for trigger in TRIGGERS if not trigger.startswith('on_worker')]
     due = session.call('get_pending_actions', workflow_id=workflow['id'], trigger_type=triggers)
     return any(action['action_type'] == 'run_commands' and not action['persistent'] for action in due)
-
-
-def report_location(session: Session, workflow: Dict[str, Any]) -> None:
-    """Say where a workflow is stored, unless that is the embedded database of this directory."""
-    client = session.client
-    if session.options['in_memory'] and not client.in_memory:
-        session.report(f'warning: {client.location} is served already, and not from memory')
-    if not client.is_own:
-        session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
 
 
 def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
@@ -27491,20 +27462,14 @@ def report_reasons(session: Session, workflow_id: int) -> None:
 
 def report_way_on(session: Session, workflow: Dict[str, Any], words: Optional[Sequence[str]],
                   output: Sequence[str], where: str = ' from here') -> None:
-    """How a workflow goes on, by words_to_go_on() and output_words()."""
+    """How a workflow goes on, by words_to_go_on() and output_words(), and how it follows its file."""
     if words is not None:
         session.report(f"To go on{where}: {command_line(session, 'run', workflow['id'], *words, *output)}")
-    if words:
-        report_edit(session, workflow, output)
-
-
-def report_edit(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
-    """Say how a workflow follows its file, where that has to be corrected."""
     path = workflow.get('spec_path') or ''
-    if os.path.isfile(path):
+    if words and os.path.isfile(path):
         near = os.path.relpath(path)
         named = path if near.startswith(('..', '-')) else near
-        line = command_line(session, 'run', '--resume', named, *words)
+        line = command_line(session, 'run', '--resume', named, *output)
         session.report(f'After an edit of its file: {line}')
 
 
