@@ -17405,10 +17405,12 @@ class MonitorTest(CommandTest):
 
     def test_it_ends_after_its_time(self):
         self.make()
-        self.assertExit(0, self.world.main('events', 'monitor', 1, '-d', '0.002', '--level', 'error'))
-        self.assertExit(4, self.world.main('events', 'monitor', 9, '-d', '1'), 'workflow 9 not found')
-        self.assertExit(2, self.world.main('events', 'monitor', 1, '--level', 'loud'), 'debug, info, warning')
-        self.assertExit(2, self.world.main('events', 'monitor', 1, '--filename', '/nowhere/x'), 'cannot write to /nowhere/x')
+        self.play("""
+            $ events monitor 1 -d 0.002 --level error
+            $ events monitor 9 -d 1 -> 4: workflow 9 not found
+            $ events monitor 1 --level loud -> 2: debug, info, warning
+            $ events monitor 1 --filename /nowhere/x -> 2: cannot write to /nowhere/x
+            """)
 
     def test_requests_are_shown_one_a_line(self):
         self.world.serve('--db', 'my.db')
@@ -17425,23 +17427,20 @@ class MonitorTest(CommandTest):
 class AdminCommandTest(CommandTest):
     """admin ..."""
 
-    def test_rows_are_shown_in_every_format(self):
-        self.make()
-        sql = "SELECT id, name AS \"\", id AS id FROM workflow"
-        self.assertEqual([{'id': 1, '': 'sample', 'id_2': 1}], self.json(f'admin sql {shlex.quote(sql)}')['items'])
-        self.assertEqual('id,,id_2\n1,sample,1\n', self.assertExit(0, self.world.main('-f', 'csv', 'admin', 'sql', sql)).out)
-        self.assertExit(0, self.world.main('admin', 'sql', 'SELECT 5 AS five WHERE 0'), 'No rows found')
-        self.assertEqual(1, len(self.json("admin sql 'VALUES (1), (2)' --limit 1")['items']))
-        self.assertExit(0, self.world.main('-f', 'csv', 'admin', 'sql', 'SELECT status_name(status) AS s, status_name(99) FROM job'),
-                        's,status_name(99)\nuninitialized,\n')
-        for form in ('csv', 'tsv'):     # of no columns
-            self.assertEqual('\n', self.world.main('-f', form, 'admin', 'sql', '--write', '-y', 'DELETE FROM event WHERE 0').out, form)
-        self.assertExit(4, self.world.main('admin', 'sql', 'SELECT x'), 'no such column: x')
-
-    def test_a_change_is_asked_for_and_on_record(self):
+    def test_rows_are_shown_in_every_format_and_a_change_is_asked_for_and_on_record(self):
         self.make()
         sql = 'UPDATE workflow SET description = 1'
-        self.play(f'''
+        self.play(f"""
+            $ -f json admin sql 'SELECT id, name AS "", id AS id FROM workflow' -> 0: "id": 1,..."": "sample",..."id_2": 1
+            $ -f csv admin sql 'SELECT id, name AS "", id AS id FROM workflow'
+            id,,id_2
+            1,sample,1
+            $ admin sql 'SELECT 5 AS five WHERE 0' -> 0: No rows found
+            $ admin sql 'VALUES (1), (2)' --limit 1 -> 0: Total: 1
+            $ -f csv admin sql 'SELECT status_name(status) AS s, status_name(99) FROM job LIMIT 1'
+            s,status_name(99)
+            uninitialized,
+            $ admin sql 'SELECT x' -> 4: no such column: x
             $ admin sql --write '{sql} WHERE id = 1' -> 2: pass -y
             $ -f json admin sql --write '{sql} WHERE id = 1' -> 2: pass -y
             $ --no-prompts admin sql --write 'DELETE FROM event WHERE 0' -> 0: 0 rows changed
@@ -17449,27 +17448,28 @@ class AdminCommandTest(CommandTest):
             $ admin sql --write -y --allow-full-table '{sql}' -> 0: 1 row changed
             $ admin sql --write -y 'UPDATE workflow SET user = NULL WHERE 1' -> 4: NOT NULL
             $ admin list-audit-log -> 0: Total: 3
-            ''')
+            """)
+        for form in ('csv', 'tsv'):     # of no columns
+            self.assertEqual('\n', self.world.main('-f', form, 'admin', 'sql', '--write', '-y', 'DELETE FROM event WHERE 0').out, form)
         for typed, expected in (('n\n', '1'), ('y\n', 'new')):
             code, said = self.typed(typed, 'admin', 'sql', '--write', "UPDATE workflow SET description = 'new' WHERE id = 1")
             self.assertEqual((0, True), (code, '1 row would change' in said), said)
             self.assertEqual(expected, self.json('workflows get 1').get('description'))
-        self.assertEqual([True, False, True, True], [row['success'] for row in self.json('admin list-audit-log')['items']])
+        self.assertEqual([True] * 3 + [False, True, True], [row['success'] for row in self.json('admin list-audit-log')['items']])
 
     def test_a_server_can_do_without(self):
-        self.world.serve('--db', 'my.db', '--disable-admin-sql-writes')
-        self.play('''
-            $ --db my.db admin sql 'SELECT 1' -> 0: 1
-            $ --db my.db admin sql --write -y 'DELETE FROM job WHERE 1' -> 4: SQL that writes is switched off
-            $ --db my.db admin api-stats -> 0:   Requests  
-            ''')
-        self.world.server.send(signal.SIGTERM)
-        self.world.server.finish(10)
-        self.world.serve('--db', 'my.db', '--disable-admin-sql')
-        self.play('''
-            $ --db my.db admin sql 'SELECT 1' -> 4: SQL is switched off
-            $ --db my.db admin list-audit-log -> 0: No entries
-            ''')
+        for flag, lines in (
+                ('--disable-admin-sql-writes', """
+                    $ --db my.db admin sql 'SELECT 1' -> 0: 1
+                    $ --db my.db admin sql --write -y 'DELETE FROM job WHERE 1' -> 4: SQL that writes is switched off
+                    $ --db my.db admin api-stats -> 0:   Requests"""),
+                ('--disable-admin-sql', """
+                    $ --db my.db admin sql 'SELECT 1' -> 4: SQL is switched off
+                    $ --db my.db admin list-audit-log -> 0: No entries""")):
+            self.world.serve('--db', 'my.db', flag)
+            self.play(lines)
+            self.world.server.send(signal.SIGTERM)
+            self.world.server.finish(10)
 
 
 # ======== 20a. Workflows ========
@@ -17776,24 +17776,24 @@ class WorkflowTest(CommandTest):
             self.assertEqual((['bad'], ['tail']), ([job['name'] for job in answer['jobs']], [job['name'] for job in answer['downstream_jobs']]))
         answer = self.json('jobs reset-status --status terminated --workflow-id 1', 4)
         self.assertEqual(('No jobs in workflow 1 match status in [terminated].', 0), (answer['error'], answer['reset_count']))
-        for line, code, said in (('4 --return-code 3', 2, 'give either'), ('4 99', 4, 'job 99 not found in workflow 1'), ('4 --workflow-id 2', 4, 'workflow 2')):
-            self.assertExit(code, self.world.main('jobs', 'reset-status', *line.split(), '--no-prompts'), said)
-        client = self.world.connect()
-        self.addCleanup(client.close)
-        client.create_compute_node({
-            'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0,
-            'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True})
-        client.create_scheduled_compute_node({'workflow_id': 1, 'scheduler_id': 7, 'scheduler_config_id': 1, 'scheduler_type': 'slurm', 'status': 'pending'})
-        client.close()
-        self.assertExit(4, self.world.main('jobs', 'reset-status', 4, '--no-prompts'), 'workflow 1 is at work (1 compute node at work')
-        with self.world.connect() as client, self.assertRaisesRegex(torc.Refused, 'has allocations'):
-            client.reset_jobs({'job_ids': [1, 4], 'reinit': True}, workflow_id=1)
-        self.assertEqual('failed', self.json('jobs get 4')['status'], 'all or nothing')
-        self.assertEqual('Reset 2 jobs. Run \'torc.py submit 1\' to execute.\n', self.text('jobs reset-status 4 1 4 --no-prompts --force'))
-        self.assertEqual({'uninitialized': 4, 'completed': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
-        answer = self.json('jobs reset-status 4 --reinit --force')
-        self.assertEqual(([4], True), (answer['reset_job_ids'], answer['reinit']['applied']))
-        self.assertEqual({'ready': 1, 'blocked': 3, 'completed': 1}, {key: count for key, count in self.json('status 1')['jobs_by_status'].items() if count})
+        with contextlib.closing(self.world.connect()) as client:
+            client.create_compute_node({'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0,
+                                        'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True})
+            client.create_scheduled_compute_node({'workflow_id': 1, 'scheduler_id': 7, 'scheduler_config_id': 1, 'scheduler_type': 'slurm', 'status': 'pending'})
+            with self.assertRaisesRegex(torc.Refused, 'has allocations'):
+                client.reset_jobs({'job_ids': [1, 4], 'reinit': True}, workflow_id=1)
+        self.play("""
+            $ jobs reset-status 4 --return-code 3 --no-prompts -> 2: give either
+            $ jobs reset-status 4 99 --no-prompts -> 4: job 99 not found in workflow 1
+            $ jobs reset-status 4 --workflow-id 2 --no-prompts -> 4: workflow 2
+            $ jobs reset-status 4 --no-prompts -> 4: workflow 1 is at work (1 compute node at work
+            $ -f json jobs get 4 -> 0: "status": "failed"
+            $ jobs reset-status 4 1 4 --no-prompts --force
+            Reset 2 jobs. Run 'torc.py submit 1' to execute.
+            $ status 1 -> 0: 4 uninitialized, 1 completed
+            $ -f json jobs reset-status 4 --reinit --force -> 0: "applied": true,..."reset_job_ids": [...4...]
+            $ status 1 -> 0: 3 blocked, 1 ready, 1 completed
+            """)
 
     def test_a_finished_workflow_is_not_run_again_unasked(self):
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "exit 5"}]\n')
@@ -18140,21 +18140,16 @@ class RunTest(CommandTest):
     def test_exec_multiplies_commands_by_parameters(self):
         self.world.write('commands.txt', "# comment\nawk '{print $1}'\n")
         self.world.write('more.txt', 'two\n')
-        for line, commands in (
-                ("-c 'echo {i}' --param i=1:2", ['echo 1', 'echo 2']),
-                ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]'", ['a 1 x', 'a 1 y', 'a 2 x', 'a 2 y']),
-                ("-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]' --link zip", ['a 1 x', 'a 2 y']),
-                ('-c one -c two', ['one', 'two']), ("--dry-run -- echo 'a b'", ["echo 'a b'"]), ('-C commands.txt', ["awk '{print $1}'"]),
-                ('-c one -C commands.txt -C more.txt', ['one', "awk '{print $1}'", 'two']),
-                ('--commands-file commands.txt --sample-interval-seconds 30s', ["awk '{print $1}'"]),      # Torc's names
-                ('--command-file commands.txt --sample-interval 5', ["awk '{print $1}'"]),
-                ('-c true --monitor time-series --generate-plots -i 5', ['true']),
-                ("-c 'echo {i:03d}' --param i=1:2", ['echo 001', 'echo 002'])):
+        pairs, awk = "-c 'a {i} {j}' --param i=1:2 --param 'j=[x,y]'", "awk '{print $1}'"
+        for line, commands, interval_s in (
+                ("-c 'echo {i:03d}' --param i=1:2", ['echo 001', 'echo 002'], 10), (pairs, ['a 1 x', 'a 1 y', 'a 2 x', 'a 2 y'], 10),
+                (pairs + ' --link zip', ['a 1 x', 'a 2 y'], 10), ('-c one -c two', ['one', 'two'], 10), ("--dry-run -- echo 'a b'", ["echo 'a b'"], 10),
+                ('-c one -C commands.txt -C more.txt', ['one', awk, 'two'], 10), ('--commands-file commands.txt --sample-interval-seconds 30s', [awk], 30),  # Torc's names
+                ('--command-file commands.txt --sample-interval 5', [awk], 5), ('-c true --monitor time-series --generate-plots -i 5', ['true'], 5)):
             outcome = self.assertExit(0, self.world.main('exec', '--dry-run', *shlex.split(line)))
             spec = outcome.json()
-            self.assertEqual((commands, ''), ([job['command'] for job in spec['jobs']], outcome.err), line)
+            self.assertEqual((commands, interval_s, ''), ([job['command'] for job in spec['jobs']], spec['resource_monitor']['sample_interval_seconds'], outcome.err), line)
             self.assertRegex(spec['name'], r'\Aexec_\d{8}_\d{6}\Z')
-            self.assertEqual(30 if '30s' in line else 5 if ' 5' in line else 10, spec['resource_monitor']['sample_interval_seconds'])
         self.assertFalse(os.path.exists(self.world.path('torc_output')))
         outcome = self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {seed} ${HOME} {a,b} {f}', '-c', 'echo {f:q}', '--param', 'seeds=1:2', '--param', 'f=[a b]'))
         self.assertEqual("warning: job 'echo_{seeds}_{f}': command holds {seed}, which is no parameter and stays as it is, did you mean 'seeds'?\n", outcome.err)
@@ -18229,40 +18224,23 @@ class RunTest(CommandTest):
             list(options.labels), options.is_persistent, options.claim_backoff_max_s))
         self.assertLess(abs(options.end_time - time.time() - 60), 5)
 
-    def test_the_exit_code_follows_from_all_jobs_of_the_workflow_whoever_ran_them(self):
-        rows = rows_of('''
-            status          exit  go on
-            completed       0     no
-            disabled        0     no
-            failed          1     --retry-failed
-            canceled        1     --retry-failed
-            terminated      1     --retry-failed
-            pending_failed  1     --retry-failed
-            uninitialized   1     -
-            ready           1     -
-            pending         1     -
-            running         1     -
-            ''')
-        for row in rows:
-            counts = {'completed': 2, row['status']: 1}
+    def test_the_exit_code_and_how_to_go_on_follow_from_all_jobs_of_the_workflow_whoever_ran_them(self):
+        retry, rows = ['--retry-failed'], {
+            'completed': (0, None), 'disabled': (0, None), 'uninitialized': (1, []), 'ready': (1, []), 'pending': (1, []), 'running': (1, [])}
+        rows.update(dict.fromkeys(('failed', 'canceled', 'terminated', 'pending_failed'), (1, retry)))
+        self.assertEqual(set(torc.STATUS_CODES) - {'blocked'}, set(rows), 'that is never alone')
+        for name, wanted in rows.items():
+            counts = {'completed': 2, name: 1}
             outcome = torc.RunOutcome(1, 0, 0, 0, [], True, False, None, '', 1.0, counts)
-            with self.subTest(row['status']):
-                self.assertEqual(int(row['exit']), torc.outcome_exit(outcome))
-                words = torc.words_to_go_on({'jobs_by_status': counts, 'is_canceled': False})
-                self.assertEqual(row['go on'], 'no' if words is None else ' '.join(words))
-                self.assertEqual(130, torc.outcome_exit(outcome._replace(interrupted_by=2)))
-                alone = outcome._replace(jobs_by_status={}, **{key: counts[key] for key in ('failed', 'canceled', 'terminated') if key in counts})
-                self.assertEqual(int(bool(alone.failed or alone.canceled or alone.terminated)), torc.outcome_exit(alone), 'no server any more')
-        self.assertEqual(1, torc.outcome_exit(outcome._replace(jobs_by_status={'completed': 1}, is_canceled=True)))
-        never_alone = {'blocked'}
-        self.assertEqual(set(torc.STATUS_CODES) - never_alone, {row['status'] for row in rows})
-
-    def test_what_failed_is_run_again_with_the_rest_unless_that_was_interrupted_or_is_at_work(self):
-        status = {'jobs_by_status': {'failed': 1, 'ready': 1}, 'is_canceled': False}
-        self.assertEqual(['--retry-failed'], torc.words_to_go_on(status))
-        self.assertEqual([], torc.words_to_go_on(status, True))
-        self.assertEqual([], torc.words_to_go_on(dict(status, jobs_by_status={'failed': 1, 'running': 1})))
-        self.assertEqual(['--retry-failed'], torc.words_to_go_on(dict(status, is_canceled=True), True))
+            with self.subTest(name):
+                self.assertEqual(wanted, (torc.outcome_exit(outcome), torc.words_to_go_on({'jobs_by_status': counts, 'is_canceled': False})))
+                self.assertEqual((130, 1), tuple(torc.outcome_exit(outcome._replace(**how)) for how in ({'interrupted_by': 2}, {'is_canceled': True})))
+                if name in ('failed', 'canceled', 'terminated'):
+                    self.assertEqual(1, torc.outcome_exit(outcome._replace(jobs_by_status={}, **{name: 1})), 'no server any more')
+        for counts, is_canceled, was_interrupted, words in (
+                ({'failed': 1, 'ready': 1}, False, False, retry), ({'failed': 1, 'ready': 1}, False, True, []), ({'failed': 1, 'running': 1}, False, False, []),
+                ({'failed': 1, 'ready': 1}, True, True, retry)):
+            self.assertEqual(words, torc.words_to_go_on({'jobs_by_status': counts, 'is_canceled': is_canceled}, was_interrupted))
 
     def test_a_time_limit_in_which_nothing_could_start_is_refused_with_both_numbers(self):
         self.world.write('w.yaml', 'name: w\nexecution_config: {sigterm_lead_seconds: 5}\njobs: [{name: a, command: "true"}]\n')
