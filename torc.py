@@ -24935,11 +24935,6 @@ AXES = {
 }
 
 
-def values_of(samples: Iterable[Sample], place: int) -> List[float]:
-    """All values of one measure that are known."""
-    return [sample[place] for sample in samples if sample[place] is not None]
-
-
 def split_at_gaps(points: Sequence[Tuple[float, float]]) -> List[Sequence[Tuple[float, float]]]:
     """Points in parts: nothing is drawn across a gap much longer than the usual time between two."""
     steps = [after[0] - before[0] for before, after in zip(points, points[1:])]
@@ -24973,15 +24968,16 @@ def lines_of(axis: str, series: Recorded) -> List[Dict[str, Any]]:
     return traces
 
 
-def make_figure(title: str, facts: Sequence[str], panels: Sequence[Tuple[str, str, List[Dict[str, Any]]]],
-                **layout: Any) -> Figure:
+def make_figure(title: str, facts: Sequence[str],
+                panels: Sequence[Tuple[str, str, List[Dict[str, Any]]]]) -> Figure:
     """A figure of panels (title, unit, traces) below each other, each with a y axis of its own.
 
     What was not measured at all has none.
     """
     panels = [(words, unit, traces) for words, unit, traces in panels
               if any(value is not None for trace in traces for value in trace['y'])]
-    layout['title'], data = {'text': title, 'subtitle': {'text': '; '.join(facts)}}, []
+    layout = {'barmode': 'group', 'title': {'text': title, 'subtitle': {'text': '; '.join(facts)}}}
+    data = []       # type: List[Dict[str, Any]]
     for index, (words, unit, traces) in enumerate(panels):
         number, height = str(index + 1) if index else '', 1 / len(panels)
         layout['yaxis' + number] = {'title': {'text': words}, 'ticksuffix': unit, 'domain': [
@@ -25000,8 +24996,9 @@ class JobPeaks(Row):
 
 def peaks_of(number: int, known: Tuple[float, str], series: Recorded) -> JobPeaks:
     """What the overview keeps of a job. Its results may know a higher peak of memory than its samples."""
-    samples = [sample for _, part in series for sample in part]
-    values = {axis: values_of(samples, AXES[axis].place) or [0.0] for axis in ('cpu', 'memory', 'processes')}
+    values = {axis: [sample[AXES[axis].place] for _, samples in series for sample in samples
+                     if sample[AXES[axis].place] is not None] or [0.0]
+              for axis in ('cpu', 'memory', 'processes')}
     peaks = {axis: max(found) for axis, found in values.items()}
     peaks['memory'] = max(peaks['memory'], known[0])
     averages = {axis: sum(found) / len(found) for axis, found in values.items()}
@@ -25046,7 +25043,7 @@ def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
         trace = {'type': 'bar', 'name': f'Peak {word}', 'x': [job.name for job in ordered],
                  'y': [job.peaks[axis] for job in ordered]}
         panels.append((f'Peak {word}', AXES[axis].unit, [trace]))
-    return make_figure('What jobs used', [counted(len(jobs), 'job')], panels, barmode='group')
+    return make_figure('What jobs used', [counted(len(jobs), 'job')], panels)
 
 
 def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
@@ -27580,8 +27577,8 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
 
 def cmd_exec(session: Session, args: Arguments) -> int:
     """Run commands as the jobs of a workflow, without a file."""
-    options = runner_options(args)
-    if args['print'] and session.format == 'json':
+    options, prints = runner_options(args), args['print'] or args['keep_order']
+    if prints and session.format == 'json':
         raise BadInput('--print has no JSON form: leave one of the two out')
     if args['resume'] and not args['name']:
         raise BadInput('--resume needs --name NAME: that of the workflow to go on with (see: workflows list)')
@@ -27597,18 +27594,22 @@ def cmd_exec(session: Session, args: Arguments) -> int:
             dict(same, name=job.name, command=job.command, supports_termination=False)
             for job in plan.body['jobs']]))
         return 0
-    earlier = None      # type: Optional[Dict[str, Any]]
+    earlier, done = None, set()     # type: Optional[Dict[str, Any]], Set[Tuple[str, str]]
     if args['resume']:
         earlier = find_earlier(session, plan.body['workflow'], args['dry_run'])
     if earlier is not None:
         jobs = session.items('list_jobs', workflow_id=earlier['id'])
+        done = {(job['name'], job['command']) for job in jobs if job['status'] == 'completed'}
         plan.body['jobs'] = keep_names(plan.body['jobs'], jobs)
     if args['dry_run']:
         return apply_plan(session, plan, earlier, True)
     refuse_short_time(plan.body['workflow'], options)
     workflow_id = store_plan(session, plan, earlier, options)
-    printer = functools.partial(print_output, session) if args['print'] else None
-    code = run_to_end(session, workflow_id, options, False, printer, is_new=True)
+    order = [job.name for job in plan.body['jobs']
+             if args['keep_order'] and (job.name, job.command) not in done]
+    printer = OutputPrinter(session, order)
+    code = run_to_end(session, workflow_id, options, False, printer.on_end if prints else None, is_new=True)
+    printer.finish()
     if session.format == 'json':
         counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
         session.show_json({'workflow_id': workflow_id, 'status': 'failed' if code else 'completed',
@@ -27628,14 +27629,37 @@ def keep_names(planned: Sequence[PlannedJob], jobs: Sequence[Dict[str, Any]]) ->
         name=known[job.command].pop(0) if known[job.command] else f'job{next(numbers)}') for job in planned]
 
 
-def print_output(session: Session, name: str, files: Sequence[Optional[str]]) -> None:
-    """Print what a job of `exec` has written to its stdout and stderr, or to both, when it has ended."""
-    for file, out in dict(zip(files[::-1], (session.err, session.out))).items():
-        if file:
-            to_stream = copy.copy(session)
-            to_stream.out = out
-            Tail(to_stream).show(file, '')
-            out.flush()
+class OutputPrinter:
+    """Prints what jobs of `exec` have written when they end: to our stdout and stderr."""
+
+    def __init__(self, session: Session, order: Iterable[str]) -> None:
+        self.session = session
+        self.order = collections.deque(order)   # names: each waits for those before it
+        self.ended = {}             # type: Dict[str, Sequence[Optional[str]]]  # files, until they are shown
+
+    def on_end(self, name: str, files: Sequence[Optional[str]]) -> None:
+        """A job has ended."""
+        self.ended[name] = files
+        if not self.order:
+            self.show(name)
+        while self.order and self.order[0] in self.ended:
+            self.show(self.order.popleft())
+
+    def show(self, name: str) -> None:
+        """Print a job's stdout and stderr, or what is both."""
+        files = self.ended.pop(name)
+        for file, out in dict(zip(files[::-1], (self.session.err, self.session.out))).items():
+            if file:
+                session = copy.copy(self.session)
+                session.out = out
+                Tail(session).show(file, '')
+                out.flush()
+
+    def finish(self) -> None:
+        """What has waited for jobs that have not run."""
+        for name in [*self.order, *self.ended]:
+            if name in self.ended:
+                self.show(name)
 
 
 def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
@@ -31255,7 +31279,8 @@ COMMANDS = (
                  'that are new or did not complete'),
         Argument('--retries', 'N', 'run a job that fails up to N times more', at_least(0)),
         Argument('--timeout', 'DURATION', 'stop each job after this time, such as 90s or 2h', parse_duration),
-        Argument('--print', '', "print each job's stdout and stderr when it ends"), *RUN_OPTIONS,
+        Argument('--print', '', "print each job's stdout and stderr when it ends"),
+        Argument('-k --keep-order', '', 'the same, in the order of the commands'), *RUN_OPTIONS,
         Argument('--min-time-for-new-jobs', 'SECONDS', 'with -j: start no job when less of the time limit is '
                  'left (default 300, at most a tenth of it)', at_least(0, parse_whole_seconds)),
         Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
