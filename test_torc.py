@@ -15238,6 +15238,15 @@ class RunnerTest(RunnerCase):
                 self.assertEqual([(job_id, 1, 0, 'completed') for job_id in range(1, 8)], self.results())
                 self.assertEqual(('' if cure == 'mkdir out' else 'still\n', '5\n'), (self.stdio(2), self.stdio(7)))
 
+    def test_a_job_that_fails_on_a_full_disk_says_so_and_no_other_one_begins(self):
+        self.create('touch full; exit 1', *['test ! -e full'] * 5)
+        full = self.world.path('full')
+        self.at(lambda: self.LOST in ' '.join(self.progress.messages), lambda: os.unlink(full))
+        with unittest.mock.patch.object(torc, 'is_disk_full', lambda path: os.path.exists(full)):
+            outcome = self.run_it(num_cpus=1, poll_interval_s=0.05)
+        self.assertEqual((5, 1), (outcome.completed, outcome.failed))
+        self.assertEqual(f"the disk of the output directory {self.world.path('out')} is full", outcome.failed_jobs[0][3])
+
     def test_a_recovery_script_runs_although_its_log_cannot_be_written(self):
         rule = {'exit_codes': [7], 'recovery_script': 'echo lost; touch recovered; mkdir out'}
         self.create({'command': 'test -e recovered || { rm -rf out; exit 7; }', 'failure_handler': 'fix'},

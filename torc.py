@@ -19442,6 +19442,7 @@ class OutputDirectory:
         make_directory(self.path)
         self.prepare()
         self.database_id = read_output_record(self.path).get('id')
+        self.look_at = 0.0      # monotonic; when it is to be seen whether it can be written to
 
     def prepare(self) -> None:
         """Make job_stdio if it is missing. OSError, or Denied if all users could replace what is written."""
@@ -20433,7 +20434,8 @@ class Completions(Part):
                 and not verdict.is_interrupted:
             verdict = Verdict('failed', ORPHAN_RETURN_CODE, allocation.canceled)
         if verdict.status == 'failed' and not verdict.message:
-            verdict = verdict._replace(message=self.context.output.loss())
+            verdict, output = verdict._replace(message=self.context.output.loss()), self.context.output
+            output.look_at = 0.0 if verdict.message else output.look_at     # before anything else starts there
         self.on_verdict(attempt, verdict)
 
     def on_verdict(self, attempt: Attempt, verdict: Verdict) -> None:
@@ -20602,8 +20604,7 @@ class Dispatcher(Part):
         self.actions = actions
         self.may_claim = False      # jobs are asked for
         self.is_paused = False      # nothing could start when this was last looked at
-        self.look_at = 0.0          # monotonic; at the output directory
-        self.loss = ''              # ... why nothing could be written there
+        self.loss = ''              # why nothing could be written to the output directory
         self.has_timeouts = bool(context.config['timeout'] or context.config['job_timeouts'])
 
     def due(self) -> float:
@@ -20636,9 +20637,9 @@ class Dispatcher(Part):
 
     def is_held(self, now: float) -> bool:
         """Whether nothing may start at present, by no job's fault."""
-        context, was_paused = self.context, self.is_paused
-        if now >= context.not_before and (was_paused or self.policy.backlog and now >= self.look_at):
-            self.look_at, loss = now + LOOK_S, context.output.loss()
+        context, output, was_paused = self.context, self.context.output, self.is_paused
+        if now >= context.not_before and (was_paused or self.policy.backlog and now >= output.look_at):
+            output.look_at, loss = now + LOOK_S, output.loss()
             if loss and loss != self.loss:
                 context.say(f'{loss}; no more jobs are started until that is repaired', 'warning')
             elif self.loss and not loss:
@@ -22338,9 +22339,8 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
     output_dir = os.path.abspath(options.output_dir)
     allocation, notice = find_allocation(options)
-    # As in Torc.
     name = f"job_runner_{socket.gethostname()}_wf{workflow_id}_r{workflow.get('run_id') or 0}.log" \
-        if allocation is None else f'job_runner_slurm_{allocation.label(workflow_id)}.log'
+        if allocation is None else f'job_runner_slurm_{allocation.label(workflow_id)}.log'     # as in Torc
     with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
         output = OutputDirectory(output_dir)
         log = RunLog(output, name)
