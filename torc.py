@@ -6331,23 +6331,15 @@ IS_GATED = f"trigger_type IN {JOB_TRIGGERS}"      # a tuple of texts is written 
 def has_work(context: Context, action: Values) -> bool:
     """Whether a job is left that allocations of an action could run.
 
-    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
-    that is bound to none, or to one that no action submits (any more, after a recovery).
+    Of on_jobs_ready that is one that it names, or one that is bound to its scheduler.
     """
-    workflow_id = int(action['workflow_id'])
-    undone = f'workflow_id = {workflow_id} AND status IN {sql_list(NOT_DONE)}'
-    mine = action['action_config'].get('scheduler_id')
-    if action['trigger_type'] == 'on_jobs_ready':
-        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
-    else:
-        found = context.select('workflow_action', "WHERE workflow_id = ? AND action_type = 'schedule_nodes'",
-                               (workflow_id,))
-        submitted = {each['action_config'].get('scheduler_id') or 0 for each in found}
-        other = ('kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL '
-                 f'OR scheduler_id NOT IN {sql_list(submitted)})')
-    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
-    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
-                       (mine,)) is not None
+    if action['trigger_type'] != 'on_jobs_ready':
+        return has_jobs(context, action['workflow_id'], NOT_DONE)
+    return context.one(
+        f'SELECT 1 FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} '
+        'AND (id IN (SELECT job_id FROM action_job WHERE action_id = ?) '
+        'OR kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)) LIMIT 1',
+        (action['workflow_id'], action['id'], action['action_config'].get('scheduler_id'))) is not None
 
 
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
