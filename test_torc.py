@@ -11558,6 +11558,12 @@ class LauncherTest(WorldTest):
         self.assertEqual(pid, session)
         self.assertEqual(0, int(ignored.split()[1], 16) & 0x7fffffff)   # 32 and 33 are the C library's own
 
+    def test_an_end_with_0_is_in_doubt_where_each_process_is_signaled_and_the_signal_would_have_ended_it(self):
+        for stepd, command, wanted in ((0, 'exit 0', False), (1, 'exit 0', True), (1, 'exit 3', False), (1, 'kill -9 $$', False),
+                                       (1, 'trap "" TERM; exit 0', False), (1, 'trap : TERM; exit 0', False)):
+            self.launcher.stepd = stepd
+            self.assertEqual(wanted, self.end_of(self.start(command)).is_doubtful, (stepd, command))
+
     def test_a_job_inherits_no_descriptor(self):
         reader, writer = os.pipe()
         os.set_inheritable(writer, True)
@@ -14281,7 +14287,14 @@ class SlurmStepTest(SlurmStepCase):
         self.wait_slurm(lambda: not self.live_steps(), 20, 'the end of the steps')
 
     def test_when_the_allocation_is_canceled_its_jobs_have_failed(self):
-        self.spec(*(f'echo $$ > {number}; exec sleep 1000' for number in (1, 2, 3)))
+        self.cancel_allocation('slurm', 'exec sleep 1000')
+
+    def test_as_processes_of_the_runner_they_have_too_also_a_shell_that_goes_on_when_its_program_was_signaled(self):
+        self.cancel_allocation('direct', 'sleep 1000; echo on')
+
+    def cancel_allocation(self, mode: str, sleep: str) -> None:
+        """Three jobs run in an allocation until it is canceled."""
+        self.spec(*(f'echo $$ > {number}; {sleep}' for number in (1, 2, 3)), config={'mode': mode})
         command = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', 'w.json', '-p', '0.3')))
         self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=2', '--mem=800', '-t', 5, '--no-requeue')
         pids = [int(self.wait_slurm(lambda: self.world.read(name).strip(), 60, name)) for name in '123']
@@ -14849,6 +14862,20 @@ class InAllocationTest(RunnerCase):
                 status, reason = self.records()[5]
                 self.assertEqual((int(row['code']), row['record']), (result['return_code'], status))
                 self.assertEqual([status == 'canceled'] * 2, [text == self.CANCELED for text in (reason, result['reason'])])
+
+    def test_a_shell_that_ends_well_before_its_turn_when_slurm_signals_each_process_was_killed(self):
+        """As in SupervisorTest. `kill -0` finds the shell until it is reaped."""
+        busy = f'until test -s pid; do :; done; read pid < pid; while kill -0 $pid; do :; done; kill -TERM {os.getpid()}; exec sleep 1000'
+        for trap, wanted in (('', {'j1': 'ready', 'j2': 'ready'}), ('trap "" TERM; ', {'j1': 'completed', 'j2': 'ready'}),
+                             ('trap : TERM; ', {'j1': 'completed', 'j2': 'ready'})):
+            self.setUp()
+            self.create(trap + 'echo $$ > pid; exit 0', 'exec sleep 1000', execution_config={'mode': 'direct'})
+            stepd = subprocess.Popen(['sh', '-c', busy], cwd=self.world.directory, stderr=subprocess.DEVNULL)
+            self.addCleanup(stepd.wait)
+            self.addCleanup(stepd.kill)
+            with unittest.mock.patch('torc.find_stepd', lambda: (stepd.pid, 'batch')):
+                self.run_it()
+            self.assertEqual(wanted, self.statuses(), trap)
 
 
 @slow

@@ -15608,6 +15608,21 @@ def session_of(pid: int) -> int:
         return 0
 
 
+def ends_by(pid: int, number: int) -> bool:
+    """Whether a signal would end a process, or would have ended a zombie: it has its default action."""
+    masks = re.findall(rb'(?m)^Sig(?:Ign|Cgt):\s*([0-9a-f]+)', read_proc_text(f'/proc/{pid}/status'))
+    return bool(masks) and not any(int(mask, 16) >> number - 1 & 1 for mask in masks)
+
+
+def has_running_thread(pid: int) -> bool:
+    """Whether a thread of a process runs, or could."""
+    try:
+        threads = os.listdir(f'/proc/{pid}/task')
+    except OSError:     # it has ended
+        return False
+    return any(read_stat_fields(f'/proc/{pid}/task', thread)[:1] == [b'R'] for thread in map(int, threads))
+
+
 def send_signal(pids: Iterable[int], number: int) -> None:
     """Signal processes that were found just now; who has ended, or is another user's, is passed over."""
     for pid in pids:
@@ -16338,6 +16353,7 @@ class ProcessEnd(Row):
     peak_memory_bytes: int  # of the largest of them; 0 if unknown
     at: float               # seconds since the epoch
     has_core: bool = False  # the kernel has written a core dump
+    is_doubtful: bool = False   # with 0, perhaps before a signal that was to end it: see Launcher.stepd
 
 
 class Process:
@@ -16357,7 +16373,7 @@ class Process:
         self.kill_at = math.inf     # monotonic; the next SIGKILL
         self.killed_at = math.inf   # ... and the first
 
-    def close(self, status: int, usage: Any) -> None:
+    def close(self, status: int, usage: Any, is_doubtful: bool = False) -> None:
         """Set how it ended, from what wait4(2) has returned."""
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         code = 128 + number if number else os.WEXITSTATUS(status)
@@ -16367,7 +16383,7 @@ class Process:
         peak = usage.ru_maxrss * 1024 if usage.ru_maxrss > own else 0
         self.end = ProcessEnd(
             code, number, time.monotonic() - self.started, usage.ru_utime + usage.ru_stime, peak, time.time(),
-            bool(number and os.WCOREDUMP(status)))
+            bool(number and os.WCOREDUMP(status)), is_doubtful and not status)
 
 
 def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -> str:
@@ -16457,6 +16473,9 @@ class Launcher:
         self.strangers: Dict[int, Set[Process]] = {}    # children that we did not start -> whose they may be
         self.queries: List[Tuple[Errand, Callable[[Reply], Any]]] = []
         self.gives_up = False       # what SIGKILL does not end in time is taken as ended
+        # slurmstepd(8), if it signals each process below it, the youngest first (proctrack/linuxproc): a
+        # shell whose program has died of that goes on, and may be over before its own turn.
+        self.stepd = 0
         self.last_at = math.inf     # monotonic; nothing is waited for any longer
         self.environment = {name: value for name, value in os.environb.items()
                             if os.fsdecode(name) not in SECRETS}
@@ -16563,9 +16582,12 @@ class Launcher:
 
     def take_status(self, process: Process) -> bool:
         """Take a process's exit status, if it has one."""
+        is_doubtful = False
+        if self.stepd and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            is_doubtful = ends_by(process.pid, signal.SIGTERM)
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
-            process.close(status, usage)
+            process.close(status, usage, is_doubtful)
             del self.running[process.pid]
         return bool(pid)
 
@@ -18941,6 +18963,7 @@ IDLE_WAIT_S = 30.0          # the longest wait without children
 LATE_ACTION_S = 120.0       # after a local end an action that is not yet triggered may still come
 SHARED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 SHARED_SIGNAL_S = 0.5       # who signals a whole control group, as slurmd(8) does, reaches the runner by then
+DOUBT_LOOK_S = 0.01         # between looks whether slurmstepd(8) is signalling
 LEAVE_S = 5.0               # before the end of its time, at most, a runner kills all and reports
 LAST_REPORT_S = 10.0        # an interrupted runner tries so long to report to an unreachable server
 PAIR_S = 0.5                # within it a second SIGINT is the first one, come by another way
@@ -20175,7 +20198,7 @@ def open_outputs(context: NodeContext, attempt: Attempt, outputs: List[int]) -> 
 
 def may_share_signal(end: ProcessEnd) -> bool:
     """Whether a signal ended a process that whoever stops the runner may have sent to both."""
-    return (end.signal_number or end.return_code - 128) in SHARED_SIGNALS
+    return end.is_doubtful or (end.signal_number or end.return_code - 128) in SHARED_SIGNALS
 
 
 class DirectStarter(Part):
@@ -20409,10 +20432,14 @@ class Completions(Part):
         """Ask what an end means: at once, or, where the answer is to come from elsewhere, later.
 
         Who signals a whole control group means the runner too: a job that dies of such a signal was perhaps
-        interrupted, and has not failed.
+        interrupted, and has not failed. Nor is one done that has ended with 0 as Slurm was about to send it.
         """
-        until = attempt.ended_at + SHARED_SIGNAL_S
-        if may_share_signal(attempt.end) and not attempt.stopped_for and time.monotonic() < until:
+        now, is_doubtful = time.monotonic(), attempt.end.is_doubtful
+        until = attempt.ended_at + (DOUBT_LOOK_S if is_doubtful else SHARED_SIGNAL_S)
+        if is_doubtful and until <= now < attempt.ended_at + SHARED_SIGNAL_S \
+                and has_running_thread(self.starter.launcher.stepd):
+            until = now + DOUBT_LOOK_S
+        if may_share_signal(attempt.end) and not attempt.stopped_for and now < until:
             self.judge_at = min(self.judge_at, until)
             return
         allocation = self.context.allocation if attempt.stopped_for == 'interrupt' else None
@@ -20743,6 +20770,10 @@ class Dispatcher(Part):
             end = attempt.end or attempt.process.end        # of a job that runs: only its leftovers live
             if not attempt.stopped_for and (end is None or signal_number and may_share_signal(end)):
                 attempt.set_stopping(reason, signal_number)
+                if end is not None and end.is_doubtful and signal_number == signal.SIGTERM:
+                    attempt.process.end = end._replace(return_code=128 + signal_number,
+                                                       signal_number=int(signal_number))
+                    attempt.end = attempt.end and attempt.process.end
             if end is None:
                 self.context.log.write(f'Job {name}', workflow_id=self.context.workflow_id, job_id=attempt.id)
         self.starter.stop(attempts, lead_s)
@@ -21498,6 +21529,8 @@ LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 END_LOOKS_S, END_PAUSE_S = 3.0, 0.3     # of looks at how it has ended: KillWait (30 s) goes on meanwhile
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
+# In what control group proctrack/cgroup has a step, of the freezer or of version 2.
+IN_STEP_GROUP = Expression(rb'(?m)^[0-9]+:(?:freezer)?:.*/step_')
 SLURMSTEPD = Expression(rb'slurmstepd: \[[0-9]+\.([^\]\0]+)\]')
 
 
@@ -21596,15 +21629,19 @@ def read_count(*texts: str) -> int:
     return int(text) if text.isdigit() else 0
 
 
+def find_stepd() -> Tuple[int, str]:
+    """Pid of the slurmstepd(8) above us, and its step, as its title says; (0, '') if it cannot be seen."""
+    found = ((pid, SLURMSTEPD.match(read_proc_text(f'/proc/{pid}/cmdline')))
+             for pid in find_ancestors(os.getpid()))
+    return next(((pid, title.group(1).decode()) for pid, title in found if title), (0, ''))
+
+
 def is_in_step() -> bool:
     """Whether srun(1) has started us; the shells of batch scripts and of salloc(1) are no such steps.
 
-    The title of slurmstepd(8) says so, if it can be seen: variables of a step also come along with what is
-    submitted from one.
+    slurmstepd(8) counts: variables of a step also come along with what is submitted from one.
     """
-    titles = (read_proc_text(f'/proc/{pid}/cmdline') for pid in find_ancestors(os.getpid()))
-    found = next(filter(None, map(SLURMSTEPD.match, titles)), None)
-    number = found.group(1).decode() if found else os.environ.get('SLURM_STEP_ID', '')
+    number = find_stepd()[1] or os.environ.get('SLURM_STEP_ID', '')
     return number.isdigit() and int(number) < FIRST_SPECIAL_STEP
 
 
@@ -22090,6 +22127,9 @@ class Runner:
         self.launcher = launcher
         self.wakeup = wakeup
         context.in_steps = choose_mode(context)
+        if context.allocation is not None and not context.in_steps and not IN_STEP_GROUP.search(
+                read_proc_text('/proc/self/cgroup')):
+            launcher.stepd = find_stepd()[0]
         nodes = runner_nodes(context)
         context.submits = context.allocation is not None and has_slurm_program('sbatch')
         self.attempts, ledger = Attempts(), Ledger(nodes, options.max_parallel_jobs)
