@@ -11332,14 +11332,6 @@ class SamplerTest(ProcTest):
             self.assertEqual((left_mb * MB, check[0] * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes))
             self.sampler = torc.TreeSampler(10.0, self.root)
 
-    def test_checks_of_several_jobs_share_what_one_may_take_of_a_cpu(self):
-        for number, (pid, size_mb) in enumerate(((10, 101), (20, 99), (30, 101), (40, 101))):
-            self.tree(pid, limit_mb=100)
-            self.process(pid, session=pid, size_mb=size_mb)
-            self.sampler.look(1.0)
-            self.assertEqual(torc.CHECK_REST * 0.5 * (1, 1, 2, 3)[number], self.sampler.rest_s(0.5))
-
-
 class UsageTest(ProcTest):
     """Peaks and averages of a result."""
 
@@ -11571,12 +11563,6 @@ class LauncherTest(WorldTest):
         with self.assertRaises(OSError):
             self.start('true', A='x' * 200000)
 
-    def test_without_posix_spawn_popen_does_the_same(self):
-        with unittest.mock.patch.object(os, 'posix_spawn', side_effect=NotImplementedError, create=True):
-            self.assertEqual(5, self.end_of(self.start('echo $A $$; cut -d" " -f6 /proc/$$/stat; exit 5', A='yes')).return_code)
-        pid, session = self.world.read('out').split()[1:]
-        self.assertEqual(pid, session)
-
     def ask(self, *argv: str, limit_s: float = 20) -> Any:
         """What another program answers while a job runs."""
         job, replies = self.start('exec sleep 1000'), []    # type: Any, List[Any]
@@ -11692,15 +11678,6 @@ class LauncherTest(WorldTest):
         self.launcher.close()
         self.addCleanup(self.launcher.__init__)     # it is closed again
         self.assertEnds('a', 'b')
-
-    def test_peak_memory_is_told_where_it_is_known(self):
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024     # what a child's figure begins with
-        size = own + (100 << 20)
-        end = self.end_of(self.start(f"exec {shlex.quote(sys.executable)} -S -c 'x = bytearray({size})'"))
-        self.assertGreater(end.peak_memory_bytes, size)
-        self.assertLess(end.peak_memory_bytes, size + (100 << 20))
-        self.assertGreater(end.cpu_s, 0)
-
 
 def runner_of(keeper: int) -> int:
     """The runner below a keeper, once it is there; 0 before."""
@@ -11850,16 +11827,6 @@ class KeeperTest(WorldTest):
             words = ['sh', '-c', ignored + 'exec "$0" "$@"', sys.executable, '-B', '-c', self.KEPT, os.path.dirname(stub_path())]
             said = subprocess.check_output(words, timeout=20).split()
             self.assertEqual([b'SigBlk:', b'SigIgn:', 0, 0], said[::2] + [int(mask, 16) & ours for mask in said[1::2]], ignored)
-
-    def test_a_runner_gets_an_answer_when_the_system_fails_its_keeper(self):
-        def fail() -> None:
-            raise OSError(errno.EMFILE, 'Too many open files')
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs:
-            theirs.setblocking(False)
-            theirs.send(b'["fail", []]')
-            torc.answer_runner(ours, {'fail': fail})
-            self.assertEqual([None, 'Unreachable', 'fail: Too many open files'], json.loads(theirs.recv(4096).decode()))
 
     def test_a_run_that_is_stopped_dies_with_its_keeper(self):
         run = self.world.start('-s', 'run', self.spec)
@@ -21497,21 +21464,6 @@ class AgainTest(FlowTest):
         self.assertEqual({('one', 1), ('two', 1), ('aside', 1), ('one', 2), ('two', 2)}, {row[:2] for row in self.results()})
         self.assertEqual({name: ('22', 2) for name in ('raw.txt', 'mid.txt', 'end.txt')}, self.recorded())
 
-    def test_whatever_begins_a_run_records_its_inputs(self):
-        self.world.write('raw.txt', '1')
-        self.assertExit(1, self.world.cli('run', self.world.write('w.yaml', self.CHAIN.replace('"true"', '"exit 1"'))))
-        for run_id, line in enumerate(('run 1 --retry-failed', 'workflows reset-status 1 --failed-only -r --no-prompts',
-                                       'workflows init 1 --no-prompts', 'recover 1 --retry-unknown'), 2):
-            text = '22' if run_id % 2 == 0 else '1'
-            os.utime(self.world.write('raw.txt', text), (2e9 + run_id, 2e9 + run_id))
-            done = self.world.cli(*line.split())
-            if not line.startswith('run'):
-                self.assertExit(0, done)
-                done = self.world.cli('run', 1)
-            self.assertExit(1, done, '1 failed')
-            with self.subTest(line):
-                self.assertEqual({name: (text, run_id) for name in ('raw.txt', 'mid.txt', 'end.txt')}, self.recorded())
-
     def recorded(self) -> Dict[str, Tuple[str, int]]:
         """Path -> contents by size and hash, and the run that the entities end with."""
         known = {(len(text), hashlib.sha256(text.encode()).hexdigest()): text for text in ('1', '22')}
@@ -21547,29 +21499,6 @@ class GoOnTest(FlowTest):
         line, = re.findall(r'^To go on.*: torc.py (.*)$', outcome.err, re.MULTILINE)
         self.world.write('go', '')
         return self.assertExit(code, self.world.cli(*shlex.split(line)))
-
-    def test_a_recovery_script_that_is_stopped_with_its_runner_refuses_no_retry(self):
-        spec = self.world.write('w.yaml', '''
-            name: w
-            execution_config: {sigterm_lead_seconds: 1, sigkill_headroom_seconds: 1}
-            failure_handlers:
-              - name: mend
-                rules:
-                  - {exit_codes: [7], max_retries: 2, recovery_script: "test -e mended || { : > started; sleep 1000; }"}
-            jobs:
-              - {name: a, command: "test $TORC_ATTEMPT_ID -ge 3 || exit 7", failure_handler: mend}
-              - {name: last, command: echo last >> ran, depends_on: [a]}
-            ''')
-        runner = self.world.start('run', '-p', 0.5, spec)
-        self.world.wait(lambda: os.path.exists(self.world.path('started')), 20, 'the script', [runner])
-        runner.send(signal.SIGTERM)
-        outcome = self.assertExit(130, runner.finish(20), '1 blocked, 1 ready')
-        self.assertEqual([('terminated', 7, 'the recovery script was stopped with the runner')], [
-            (row['status'], row['return_code'], row['reason'])
-            for row in self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']])
-        self.world.write('mended', '')      # the second attempt fails, is mended and retried, though max_retries is 2
-        self.go_on(outcome)
-        self.assertEqual('last\n', self.world.read('ran'))
 
     def test_after_ctrl_c_it_goes_on_with_what_was_stopped_and_what_waits_for_it(self):
         runner = self.start()
@@ -21745,18 +21674,6 @@ class EditedFileTest(FlowTest):
         self.assertIn("No workflow 'study' was made from ", outcome.err)
         self.resume(0, 'No workflow', 'Created workflow 2', path='other/study.yaml')
 
-    def test_a_workflow_that_does_not_say_its_file_is_asked_about(self):
-        self.world.write('study.yaml', self.STUDY)
-        self.assertExit(1, self.world.cli('run', '-', stdin=self.world.read('study.yaml')))
-        outcome = self.world.cli('run', '--resume', '-', stdin=self.world.read('study.yaml'))
-        self.assertExit(2, outcome, '--resume needs a workflow file')
-        self.resume(2, 'Workflow 1 has this name and directory', '--no-prompts')
-        self.assertEqual([1], self.workflow_ids())
-        self.resume(1, self.SAME, flags=['--no-prompts'])
-        self.resume(1, self.SAME)       # now it says so
-        self.assertEqual(self.world.path('study.yaml'), self.ask_json('workflows', 'get', 1)['spec_path'])
-
-
 @slow
 class AtWorkTest(FlowTest):
     """What others do to a workflow that runs."""
@@ -21774,19 +21691,6 @@ class AtWorkTest(FlowTest):
         self.assertExit(4, runner.finish(30), 'torc: workflow 1 was deleted while this runner worked on it; '
                         'of its jobs 1 ran here, and are killed without a result\n')
         self.assertDead('pid')
-
-    def test_cancel_ends_a_run_whose_first_action_is_at_work(self):
-        commands = ['echo $$ > "$OLDPWD/action"; exec sleep 1000', 'echo late > "$OLDPWD/late"']
-        self.world.write('act.yaml', json.dumps({
-            'name': 'act', 'jobs': [{'name': 'a', 'command': 'true'}],
-            'actions': [{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands', 'commands': commands}]}))
-        runner = self.world.start('run', 'act.yaml', '-p', '0.2')
-        self.world.wait(lambda: os.path.exists(self.world.path('action')) and self.world.read('action').strip(), 20,
-                        'the action', [runner])
-        self.assertExit(0, self.world.cli('--no-prompts', 'cancel', 1))
-        self.assertExit(1, runner.finish(30))
-        self.assertDead('action')
-        self.assertFalse(os.path.exists(self.world.path('late')))
 
     def test_a_second_runner_in_the_same_directory_joins_the_first_ones_server(self):
         jobs = 'name: both\njobs:\n  - {name: gate, command: "until test -e go; do sleep 0.05; done"}\n'
@@ -21888,29 +21792,6 @@ class SecretsTest(FlowTest):
         words = [b'open-sesame', b'shibboleth', base64.b64encode(b'ann:open-sesame')]
         found = dict(self.artefacts(), out=outcome.out.encode(), err=outcome.err.encode())
         self.assertEqual([], [place for place, content in found.items() if any(word in content for word in words)])
-
-
-class WrongInputTest(FlowTest):
-    """Wrong input: a clear error, and no half-made workflow."""
-
-    def test_a_bad_file_is_told_with_its_place_and_leaves_nothing(self):
-        for name, content, text in (
-                ('missing.yaml', None, 'missing.yaml'), ('binary.yaml', bytes(range(256)), 'binary.yaml'),
-                ('field.yaml', 'name: w\njobs:\n  - {name: a, comand: x}\n', "did you mean 'command'?"),
-                ('deep.yaml', 'name: w\njobs: ' + '[' * 100000, 'deep'),
-                ('surrogate.json', '{"name": "w", "jobs": [{"name": "a\\ud800", "command": "x"}]}', 'surrogate.json')):
-            with self.subTest(name):
-                path = self.world.path(name) if content is None else self.world.write(name, content)
-                outcome = self.assertExit(2, self.world.main('create', path), text)
-                self.assertEqual('', outcome.out)
-                self.assertLess(len(outcome.err), 20000)
-        self.assertExit(2, self.world.main('create', '/dev/zero'), 'no workflow file')      # which has no end
-        self.assertFalse(os.path.exists(self.world.path('torc_output')))
-
-    def test_unknown_ids_are_exit_4(self):
-        for argv in (['run', 99], ['status', 99], ['jobs', 'get', 99], ['--no-prompts', 'cancel', 99], ['workflows', 'init', 99]):
-            self.assertExit(4, self.world.main(*argv), '99')
-        self.assertExit(2, self.world.main('run', 2 ** 63), 'is not an id')
 
 
 # -------- the recorded specs --------
@@ -22473,18 +22354,6 @@ class OutputTest(FlowTest):
         self.world.write('out/.torc_database', '{')
         self.run_by('b', 'out', 4, '(damaged): remove it, or give another directory with -o DIR')
 
-    def test_a_directory_may_move_with_its_database_and_one_that_is_not_mounted_is_not_deleted(self):
-        def database(path: str) -> Dict[str, Any]:
-            return {'id': path, 'path': self.world.path(path), 'host': socket.gethostname()}
-        for name, path in (('inside', 'inside/torc.db'), ('away', 'unmounted/x.db')):
-            os.mkdir(self.world.path(name))
-            self.assertEqual('', torc.take_output_dir(self.world.path(name), database(path)))
-        self.world.write('inside/torc.db', '')
-        os.rename(self.world.path('inside'), self.world.path('moved'))
-        self.assertEqual('', torc.take_output_dir(self.world.path('moved'), dict(database('moved/torc.db'), id='inside/torc.db')))
-        for name in ('moved', 'away'):
-            self.assertRaises(torc.Refused, torc.take_output_dir, self.world.path(name), database('ours.db'))
-
     def test_a_directory_to_which_all_may_write_is_refused_with_the_cure_but_where_a_file_system_keeps_no_modes(self):
         out = self.world.path('out')
         for path in (out, out + '/job_stdio'):
@@ -22553,26 +22422,6 @@ class OutputTest(FlowTest):
         self.assertExit(0, self.world.main('logs', 1, 'job1'), f'torc: job job1 completed: {cut}')
         self.assertExit(0, self.world.main('logs', 1), f'==> job1 (completed): {cut} <==\n1234\n==> job2 (failed): 12345; {cut} <==\n1234')
         self.assertEqual({cut, '12345; ' + cut}, {row['reason'] for row in self.ask_json('results', 'list', 1)['items']})
-
-    @slow
-    def test_a_hundred_thousand_jobs_are_not_failed_by_a_full_disk(self):
-        small = self.world.path('small')
-        spec = self.world.write('w.yaml', """
-            name: w
-            jobs: [{name: "j{i}", parameters: {i: "1:100000"}, command: echo 1}]
-            """)
-        with small_disk(small, '400k'):
-            runner = self.world.start('run', '-p', 0.2, '--num-cpus', 2, '-o', small + '/out', spec)
-            for count in (1, 2):
-                self.world.wait(lambda: runner.err.count('is full; no more jobs are started') == count, 90, 'the loss', [runner])
-                for path in glob.glob(glob.escape(small) + '/out/job_stdio/*'):
-                    os.unlink(path)
-                self.world.wait(lambda: runner.err.count('can be written to again: jobs are started') == count, 90, 'the room', [runner])
-            runner.send(signal.SIGTERM)
-            runner.finish(60)
-        counts = self.ask_json('status', 1)['jobs_by_status']
-        self.assertLess(counts['failed'], 20)
-        self.assertGreater(counts['completed'], 100)
 
     def test_a_full_disk_fails_a_job_with_the_reason_and_the_runner_goes_on_when_there_is_room(self):
         small = self.world.path('small')
@@ -22867,21 +22716,6 @@ class FaultTest(WorldTest):
         self.assertEqual([], scribe.missing())
         self.tell(f'{kills} kills, {len(scribe.told)} of {scribe.said} events acknowledged')
         end_server(self.world, database)
-
-    def test_an_embedded_server_that_is_killed_comes_back_and_has_lost_nothing(self):
-        traces, database, count, kills = Traces(self.world), self.world.path('torc_output', 'torc.db'), size(100, 1000), size(4, 30)
-        runners, killed = self.start_runners(traces, count, 1), set()    # type: Any, Set[int]
-
-        def next_server() -> int:
-            found = connection_of(database)
-            return found['pid'] if found and found['pid'] not in killed else 0
-        for number in range(kills):
-            self.world.wait(lambda: traces.count('begin') > number * count // (kills + 1), 120, 'more jobs', runners)
-            pid = self.world.wait(next_server, 20, 'a new server', runners)
-            self.pause(0, 0.1)
-            os.kill(pid, signal.SIGKILL)
-            killed.add(pid)
-        self.finish_runners(runners, traces, count, database)
 
     def test_who_is_away_for_longer_than_a_lease_runs_no_job_twice(self):
         for stopped, has_second in (('server', False), ('server runner', False), ('runner', True)):
