@@ -12193,27 +12193,6 @@ class AllocationPlanTest(unittest.TestCase):
                               ({'sigterm_lead_seconds': 300}, 390), ({'srun_termination_signal': 'TERM@120'}, 210)):
             self.assertEqual(end_s, torc.plan_times({'execution_config': config})['end_s'], config)
 
-    def test_few_allocations_are_asked_for_and_last_longer(self):
-        half, hour, day = (resource_class(cpus=104, runtime_s=seconds) for seconds in (1800, 3600, 86400))
-        two_kinds = torc.JobGraph(list(map(str, range(103))), [0] * 100 + [1] * 3, [0] * 103, [[]])
-        longest = {'walltime_strategy': 'max-partition-time'}
-        for graph, classes, most, options, wanted in (
-                (chain_of([(0, 100)]), [half], None, {}, [('00:45:00', 100), 'the plan has 100 allocations: --max-a']),
-                (chain_of([(0, 50)]), [half], None, {}, [('00:45:00', 50)]), (chain_of([(0, 100)]), [half], 20, {}, [('03:45:00', 20)]),
-                (chain_of([(0, 100)]), [half], 15, {}, [('04:00:00', 15)]),     # seven rounds, and some time to end
-                (chain_of([(0, 100)]), [half], 14, {}, '--max-allocations 14: at least 15 are needed'),
-                (chain_of([(0, 9)]), [half], 2, longest, [('04:00:00', 2)]), (chain_of([(0, 9)]), [half], 1, longest, 'at least 2 are needed'),
-                (chain_of([(0, 9)]), [half], 4, {'walltime_s': 3600}, 'at least 5 are needed'),
-                (chain_of([(0, 60), (0, 60)]), [hour], 60, {}, [('03:00:00', 30), ('03:00:00', 30)]),
-                (chain_of([(0, 60), (0, 60)]), [hour], 39, {}, 'at least 40 are needed, one for each scheduler and stage'),
-                (two_kinds, [half, day], 30, {}, [('03:00:00', 25), ('1-12:00:00', 3)])):
-            if isinstance(wanted, str):
-                with self.assertRaisesRegex(torc.BadInput, wanted):
-                    self.plan(graph, classes, max_allocations=most, **options)
-                continue
-            found = [row[1:3] for row in self.plan(graph, classes, max_allocations=most, **options)]
-            self.assertEqual(wanted, found + [warning[:len(wanted[-1])] for warning in self.made.warnings], most)
-
     def test_which_partition_is_chosen(self):
         table = rows_of('''
             cpus  memory  gpus  hours  nodes  kestrel    dane
@@ -12279,7 +12258,7 @@ class AllocationPlanTest(unittest.TestCase):
             numbers = [rng.choice([0, 0, 1, 1, 2, 3, None]) for _ in range(size)]
             graph = torc.JobGraph([str(job) for job in range(size)], numbers, list(range(size)), sets)
             made = torc.plan_allocations(graph, classes, KESTREL, torc.PlanOptions(
-                group_by=rng.choice(torc.GROUPINGS), max_allocations=rng.choice((None, 24))))
+                group_by=rng.choice(torc.GROUPINGS)))
             stages = [stage for scheduler in made.schedulers for stage in scheduler.stages]
             self.assertEqual(sorted(job for job, number in enumerate(numbers) if number is not None),
                              sorted(job for stage in stages for job in stage.jobs))
@@ -12304,6 +12283,9 @@ class AllocationPlanTest(unittest.TestCase):
             self.plan(graph, [resource_class(runtime_s=hours * 3600)], **options)
             self.assertEqual(1 if wanted else 0, len(self.made.warnings))
             self.assertIn(wanted or '', ''.join(self.made.warnings))
+        for count in (50, 51):
+            self.plan(chain_of([(0, count)]), [resource_class(cpus=104)])
+            self.assertEqual([f'the plan has {count} allocations'] * (count - 50), [text.partition(':')[0] for text in self.made.warnings])
 
 
 # Specs, with options or without, whose plan is not Torc's, and why. Everywhere else allocations (times their nodes) and
@@ -19316,7 +19298,7 @@ class PlanAllocationsTest(CommandTest):
         spec = self.world.write('staged.yaml', STAGED_SPEC.replace('PT2H', 'PT1H').rstrip() + '\n    slurm_defaults: {account: mine}\n')
         for words, wanted in ((('--walltime-strategy', 'max-partition-time'), '2 x 1 node of short for 04:00:00'),
                               (('--walltime-multiplier', '1.2'), 'short for 01:12:00'),
-                              (('--max-allocations', 5, '--job-prefix', 'x'), '16 jobs, 4 x 1 node of short for 03:00:00')):
+                              (('--walltime-multiplier', 3, '--job-prefix', 'x'), 'short for 03:00:00')):
             self.assertExit(0, self.world.main('submit', spec, '--profile', 'kestrel', *words), wanted)
             self.assertExit(2, self.world.main('submit', 1, *words[:2]), f'{words[0]} plans the allocations of a workflow file')
         self.assertExit(2, self.world.main('submit', spec, '--job-prefix', 'a b'), '--job-prefix takes letters')

@@ -17340,7 +17340,6 @@ class PlanOptions(Row):
     suffix: str = 'scheduler'                       # of the schedulers' names
     end_s: int = END_S                              # of plan_times(), as the next
     least_s: float = 0
-    max_allocations: Optional[int] = None           # of all groups; longer ones, so that these do
     # How schedulers are put into a workflow file.
     account: str = ''
     replaces: bool = False      # schedulers, allocating actions, and the schedulers that jobs name
@@ -17455,7 +17454,6 @@ class PlannedScheduler:
         self.class_numbers = set()      # type: Set[int]    # classes of its jobs
         self.stages = []        # type: List[Stage]
         self.chain_s = 0        # how long those of a stage take that wait for each other
-        self.rounds = 0         # how many jobs one after the other; 0: as the usual walltime allows
         self.name = ''
         self.walltime_s = 0
         self.nodes = 0          # of one allocation
@@ -17477,9 +17475,9 @@ class PlannedScheduler:
         counts = collections.Counter(self.graph.class_numbers[job] for job in jobs)
         return [(self.classes[number], count) for number, count in sorted(counts.items())]
 
-    def nominal_walltime(self, longest_s: int) -> int:
-        """Walltime that allocations are counted with, when what they run takes so many seconds."""
-        options, most_s = self.options, self.partition.max_walltime_secs
+    def nominal_walltime(self) -> int:
+        """Walltime that allocations are counted with."""
+        options, most_s, longest_s = self.options, self.partition.max_walltime_secs, self.longest_s
         if options.walltime_s is not None:
             return options.walltime_s
         if options.walltime_strategy == 'max-partition-time' or not longest_s:
@@ -17488,32 +17486,20 @@ class PlannedScheduler:
 
     def count(self, jobs: Iterable[int]) -> int:
         """Allocations for some of its jobs: what each class takes of one, added up."""
-        nominal_s = self.rounds * self.longest_s or self.nominal_walltime(self.longest_s)
-        taken = 0.0
+        nominal_s, taken = self.nominal_walltime(), 0.0
         for needs, count in self.demands(jobs):
             rounds = max(1, nominal_s // needs.runtime_s) if needs.runtime_s else 1
             at_once = 1 if needs.num_nodes > 1 else max(1, self.partition.node.count(needs))
             taken += count / (at_once * rounds)
         return max(1, math.ceil(taken - 1e-9))
 
-    def lengthen(self, factor: int) -> int:
-        """Have so many times as many rounds, or as many as the partition has time for; how many allocations
-        are needed then.
-        """
-        longest_s = max(1, self.longest_s)
-        usual = max(1, self.nominal_walltime(longest_s) // longest_s)
-        rounds = min(usual * factor, (self.partition.max_walltime_secs - self.options.end_s) // longest_s)
-        self.rounds = rounds if rounds > usual and self.options.walltime_s is None else 0
-        return sum(self.count(stage.jobs) for stage in self.stages)
-
     def settle(self, names: Set[str]) -> None:
         """Work out the options; others have these names."""
         partition, options = self.partition, self.options
         one = self.classes[min(self.class_numbers)]
-        longest_s = (self.rounds or 1) * self.longest_s
-        self.walltime_s = self.nominal_walltime(longest_s)
+        self.walltime_s = self.nominal_walltime()
         if options.walltime_s is None:      # at its end, a job that takes all of its runtime is not stopped
-            least_s = max(longest_s + options.end_s, options.least_s)
+            least_s = max(self.longest_s + options.end_s, options.least_s)
             self.walltime_s = max(self.walltime_s, min(least_s, partition.max_walltime_secs))
         self.nodes = job_nodes = one.num_nodes      # as that of all
         self.stages = [stage._replace(num_allocations=self.count(stage.jobs)) for stage in self.stages]
@@ -17616,24 +17602,6 @@ def find_stages(graph: JobGraph, groups: Sequence[PlannedScheduler]) -> None:
         groups[index].stages.append(Stage(sorted(found.jobs), sorted(found.gates), 0))
 
 
-def share_out(groups: Sequence[PlannedScheduler], most: Optional[int]) -> None:
-    """Have at most so many allocations: all last longer by the same factor, the least that does."""
-    def total(factor: int) -> int:
-        return sum(group.lengthen(factor) for group in groups)
-
-    low, high = 1, NO_TIME_LIMIT_S
-    if most is None or total(low) <= most:
-        return
-    least = total(high)
-    if least > most:
-        raise BadInput(f'--max-allocations {most}: at least {least} are needed, one for each '
-                       'scheduler and stage, and more where a partition has not the time for all jobs')
-    while low < high:
-        factor = (low + high) // 2
-        low, high = (low, factor) if total(factor) <= most else (factor + 1, high)
-    total(low)
-
-
 def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitions: Sequence[Partition],
                      options: PlanOptions = PlanOptions()) -> AllocationPlan:
     """Schedulers for all jobs, in the order of their first jobs."""
@@ -17647,16 +17615,15 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
             chosen[number] = partition
     groups = make_groups(graph, classes, chosen, options)
     find_stages(graph, groups)
-    share_out(groups, options.max_allocations)
     names = set()   # type: Set[str]
     for group in groups:
         group.settle(names)
         names.add(group.name)
         warnings += group.doubts()
     total = sum(group.num_allocations for group in groups)
-    if total > MANY_ALLOCATIONS and options.max_allocations is None:
-        warnings.append(f'the plan has {total} allocations: --max-allocations N makes fewer and longer ones, '
-                        'with more jobs one after the other')
+    if total > MANY_ALLOCATIONS:
+        warnings.append(f'the plan has {total} allocations: --walltime-strategy max-partition-time, or a larger '
+                        '--walltime-multiplier, makes fewer and longer ones, with more jobs one after the other')
     return AllocationPlan(groups, problems, warnings)
 
 
@@ -27075,7 +27042,7 @@ def format_summary(summary: Dict[str, Any]) -> str:
 # -------- planned allocations --------
 
 
-PLANNING = ('group_by', 'walltime_strategy', 'walltime_multiplier', 'max_allocations')
+PLANNING = ('group_by', 'walltime_strategy', 'walltime_multiplier')
 
 
 def plan_options(args: Arguments, **more: Any) -> PlanOptions:
@@ -30778,9 +30745,6 @@ PLAN_OPTIONS = (
              one_of(*WALLTIME_STRATEGIES)),
     Argument('--walltime-multiplier', 'N', 'of the longest runtime of a job (default '
              f'{DEFAULT_WALLTIME_MULTIPLIER:g})', parse_factor),
-    Argument('--max-allocations', 'N', 'plan at most N, which last longer and run more jobs one after '
-             'the other',
-             at_least(1)),
     Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
     SPEC_OPTIONS[1],
 )
@@ -31002,8 +30966,9 @@ jobs that fit its nodes and the time that is left.
 
 What is planned
     Allocations of 1.5 times the longest `runtime`, on a partition that allows
-    it. With --max-allocations 10 there are no more, and each lasts longer. By
-    hand: `slurm_schedulers`, and actions of the type `schedule_nodes`.
+    it. With --walltime-strategy max-partition-time there are fewer, and each
+    lasts longer. By hand: `slurm_schedulers`, and actions of the type
+    `schedule_nodes`.
     `serialize_allocations: true` makes a chain: one allocation after the other.
     What becomes due later is submitted by the runners; what they cannot, and
     what an interrupted `submit` has left, by `submit 1`.
