@@ -22133,51 +22133,6 @@ class StagedWorkflowTest(ClusterCase):
         self.assertLessEqual(counts['sinfo'], num_allocations)      # what partitions have, once for those that are submitted together
 
 
-@slow
-class MovedEndTest(ClusterCase):
-    """Allocations whose ends are moved while they run. The runners look more often than others."""
-
-    def run_by_hand(self, text: str, *flags: Any) -> str:
-        """Create a workflow and submit a script for it. Its allocation."""
-        created = self.world.cli('-f', 'json', 'create', self.world.write('spec.yaml', self.spec(text)))
-        workflow_id = self.assertExit(0, created).json()['workflow_id']
-        words = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', str(workflow_id), '-p', '1')))
-        return self.sbatch('export TORC_TEST_SETUP="torc.CHECK_END_S = 1"; exec ' + words, '-n', 2, '--mem=600', *flags)
-
-    def test_one_that_lasts_longer_takes_jobs_for_which_it_was_too_short_and_one_that_is_cut_stops_its_jobs(self):
-        longer = self.run_by_hand('''
-            name: longer
-            execution_config: {sigkill_headroom_seconds: 15}
-            resource_requirements:
-              - {name: short, num_cpus: 1, memory: 80m, runtime: PT10S}
-              - {name: long, num_cpus: 1, memory: 80m, runtime: PT9M}
-            jobs:
-              - {name: keeper, resource_requirements: short, command:
-                 "{job} keeper 0 1 0; while [ ! -e go ]; do sleep 0.2; done"}
-              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long}
-            ''', '-t', 4)
-        cut = self.run_by_hand('''
-            name: cut
-            execution_config: {sigkill_headroom_seconds: 20}
-            resource_requirements: [{name: short, num_cpus: 1, memory: 80m, runtime: PT10S}]
-            jobs:
-              - {name: short, command: "{job} short 0 1 0", resource_requirements: short}
-              - {name: endless, command: "{job} endless 0 1 1000", resource_requirements: short}
-            ''', '-t', 10)
-        self.wait_slurm(lambda: self.names_at('begin') == ['endless', 'keeper', 'short'], 60, 'jobs', self.situation)
-        self.bed.ask('scontrol', 'update', f'JobId={cut}', 'TimeLimit=2')      # a runner looks each minute
-        self.assertEqual({'keeper': 'running', 'long': 'ready'}, self.statuses(1))
-        self.bed.ask('scontrol', 'update', f'JobId={longer}', 'TimeLimit=10')
-        self.wait_complete(160, 1, 2)
-        self.assertEqual([('keeper', 1, 1, 0, 'completed'), ('long', 1, 1, 0, 'completed')], self.results(1))
-        wanted = [('endless', 1, 1, 152, 'terminated'), ('short', 1, 1, 0, 'completed')]
-        self.assertEqual(wanted, self.results(2), self.situation(2))
-        self.assertRan('keeper', 'long', 'short')
-        self.wait_gone()
-        found = {row.id: row.state for row in self.allocations()}
-        self.assertEqual({longer: 'COMPLETED', cut: 'FAILED'}, found)      # `run` has ended with 0 and 1
-
-
 PACKED = '''
     name: packed
     compute_node_wait_for_new_jobs_seconds: 2
@@ -22216,62 +22171,10 @@ class WholeNodesTest(ClusterCase):
         self.assertEqual((8, 1), (most, len({mark.node for mark in self.trace()})))
 
 
-# Jobs that end at once, and others that hold their allocation until there is a file `go`.
-HELD = '''
-    name: "NAME"
-    execution_config: {mode: slurm, sigkill_headroom_seconds: 30}
-    resource_requirements:
-      - {name: thin, num_cpus: 1, memory: 100m, runtime: PT10S}
-      - {name: thick, num_cpus: 2, memory: 100m, runtime: PT10S}
-    slurm_schedulers: [{name: some, account: {account}, walltime: "00:10:00", nodes: 2}]
-    jobs:
-      - {name: "NAME_quick_{i}", command: "{job} NAME_quick_{i} 0 1 0", resource_requirements: thin,
-         parameters: {i: "1:2"}}
-      - {name: "NAME_held_{i}", resource_requirements: thick, parameters: {i: "1:3"},
-         depends_on_regexes: ["NAME_quick_.*"], command:
-         "{job} NAME_held_{i}.first 0 1 0; while [ ! -e go ]; do sleep 0.2; done;
-          {job} NAME_held_{i} 0 1 0"}
-    actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
-               scheduler_type: slurm}]
-    '''
-
-
 @slow
-class InterruptionTest(ClusterCase):
-    """Nodes that die, allocations that are canceled or preempted, and no accounting: nothing is lost."""
+class NoAccountingTest(ClusterCase):
+    """A cluster whose accounting does not answer."""
     is_alone = True
-
-    def hold(self, name: str) -> Allocation:
-        """Submit HELD, and wait until each of its jobs has ended or waits for `go`. Its allocation."""
-        before = {row.id for row in self.allocations()}
-        self.submit(HELD.replace('NAME', name))
-        wanted = {f'{name}_held_{number}.first' for number in range(1, 4)} | {f'{name}_quick_1', f'{name}_quick_2'}
-        self.wait_slurm(lambda: wanted <= set(self.names_at('end')), 60, f'jobs of {name}', self.situation)
-        return [row for row in self.allocations() if row.id not in before][0]
-
-    def check_held(self, name: str, workflow_id: int) -> None:
-        """Every job of a workflow has come to its end once, in this run."""
-        jobs = [f'{name}_held_{number}' for number in (1, 2, 3)] + [f'{name}_quick_1', f'{name}_quick_2']
-        ends = collections.Counter(self.names_at('end'))
-        self.assertEqual([1] * len(jobs), [ends[job] for job in jobs], self.situation(workflow_id))
-        last = [row[:2] + row[3:] for row in self.results(workflow_id) if row[4] == 'completed']
-        self.assertEqual([(job, 1, 0, 'completed') for job in jobs], last)
-        self.assertEqual({'completed'}, set(self.statuses(workflow_id).values()))
-
-    def test_killed_nodes_with_and_without_the_runner(self):
-        first, second = self.hold('body'), self.hold('head')
-        lost = [torc.expand_node_list(first.nodes)[1], torc.expand_node_list(second.nodes)[0]]
-        for node in lost:
-            self.addCleanup(self.bed.control, 'start-node', node)
-            self.bed.control('kill-node', node)
-        self.wait_slurm(lambda: not self.allocations('RUNNING'), 60, 'the loss of them', self.situation)
-        self.world.write('go', '')
-        for node in lost:
-            self.bed.control('start-node', node)
-        self.wait_complete(120, 1, 2)
-        for number, name in ((1, 'body'), (2, 'head')):
-            self.check_held(name, number)
-        self.wait_gone()
 
     def test_without_slurmdbd_statuses_are_right_and_its_records_follow(self):
         self.stop_daemon('slurmdbd')

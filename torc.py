@@ -17414,12 +17414,6 @@ def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
         partition.max_walltime_secs < wanted_s, partition.memory_mb, partition.max_walltime_secs))
 
 
-def jobs_at_once(node: Capacity, needs: Any, count: int) -> int:
-    """How many of so many jobs a node is to run at once, beside a runner: one at least."""
-    room = node._replace(memory_bytes=node.memory_bytes - RUNNER_MEMORY_BYTES)
-    return max(1, min(count, room.count(needs._replace(memory_bytes=needs.memory_bytes + STEP_MEMORY_BYTES))))
-
-
 def size_request(partition: Partition, num_shares: int,
                  demands: Sequence[Tuple[ResourceClass, int]]) -> Tuple[int, int, int]:
     """CPUs, megabytes and GPUs to ask for of each of so many nodes that share the jobs."""
@@ -17432,9 +17426,11 @@ def size_request(partition: Partition, num_shares: int,
         return (node.num_cpus, memory_mb if is_enough else partition.memory_mb,
                 node.num_gpus if any(needs.num_gpus for needs, _ in demands) else 0)
     wanted = Capacity(0, RUNNER_MEMORY_BYTES, 0)
+    room = node._replace(memory_bytes=node.memory_bytes - RUNNER_MEMORY_BYTES)
     for needs, count in demands:
-        at_once = 1 if needs.num_nodes > 1 else jobs_at_once(node, needs, -(-count // num_shares))
-        wanted = wanted.less(needs._replace(memory_bytes=needs.memory_bytes + STEP_MEMORY_BYTES), -at_once)
+        needs = needs._replace(memory_bytes=needs.memory_bytes + STEP_MEMORY_BYTES)
+        at_once = 1 if needs.num_nodes > 1 else max(1, min(-(-count // num_shares), room.count(needs)))
+        wanted = wanted.less(needs, -at_once)
     num_cpus, memory_bytes, num_gpus = map(min, wanted, node)
     return num_cpus, -(-memory_bytes // MEGABYTE), num_gpus
 
@@ -17918,6 +17914,11 @@ class Caller(Row):
     token_file: str = ''
 
 
+def allocation_tag(database_id: str, workflow_id: int, record_id: int) -> str:
+    """The comment of an allocation's Slurm job: it is of no other record, nor of another database's."""
+    return f'torc:{database_id[:12]}:{workflow_id}:{record_id}'
+
+
 class Submission(Row):
     """An allocation that is to be submitted."""
     id: int                     # of its record
@@ -17926,6 +17927,11 @@ class Submission(Row):
     settings: Dict[str, Any]    # how its runner works: see submission_settings()
     needs: AllocationNeeds
     database_id: str
+
+    @property
+    def tag(self) -> str:
+        """The comment of its Slurm job."""
+        return allocation_tag(self.database_id, self.workflow['id'], self.id)
 
 
 def name_in_queue(submission: Submission) -> str:
@@ -17939,16 +17945,6 @@ def name_in_queue(submission: Submission) -> str:
 def submission_name(submission: Submission) -> str:
     """Name of an allocation's script, and of its Slurm job unless it belongs to a chain."""
     return f'{name_in_queue(submission)}_a{submission.id}'
-
-
-def allocation_tag(database_id: str, workflow_id: int, record_id: int) -> str:
-    """The comment of an allocation's Slurm job: it is of no other record, nor of another database's."""
-    return f'torc:{database_id[:12]}:{workflow_id}:{record_id}'
-
-
-def submission_tag(submission: Submission) -> str:
-    """The same of a submission."""
-    return allocation_tag(submission.database_id, submission.workflow['id'], submission.id)
 
 
 def job_name_of(submission: Submission) -> str:
@@ -18016,7 +18012,7 @@ def batch_words(submission: Submission, partition: Partition) -> List[str]:
                                 '--exclusive'))
     output = os.path.join(settings['output_dir'].replace('%', '%%'),
                           f"slurm_output_wf{submission.workflow['id']}_sl%j")
-    generated = {'job-name': job_name_of(submission), 'comment': submission_tag(submission),
+    generated = {'job-name': job_name_of(submission), 'comment': submission.tag,
                  'open-mode': 'append', 'chdir': settings['directory'], 'output': output + '.o',
                  'error': output + '.e'}    # type: Dict[str, Any]
     if given.isdisjoint(('requeue', 'no-requeue')):
@@ -18112,7 +18108,7 @@ def find_submitted(jobs: Iterable[OwnJob], submission: Submission) -> Optional[O
 
     Jobs of a chain share their name.
     """
-    tag, name = submission_tag(submission), job_name_of(submission)
+    tag, name = submission.tag, job_name_of(submission)
     found = [job for job in jobs if job.comment == tag]
     if not submission.scheduler.get('serialize_allocations'):
         found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
