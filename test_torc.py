@@ -14235,7 +14235,7 @@ class SlurmStepTest(SlurmStepCase):
         """Three jobs run in an allocation until it is canceled."""
         self.spec(*(f'echo $$ > {number}; {sleep}' for number in (1, 2, 3)), config={'mode': mode})
         command = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', 'w.json', '-p', '0.3')))
-        self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=2', '--mem=800', '-t', 5, '--no-requeue')
+        self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=3', '--mem=800', '-t', 5, '--no-requeue')
         pids = [int(self.wait_slurm(lambda: self.world.read(name).strip(), 60, name)) for name in '123']
         self.bed.ask('scancel', self.job_id)
         self.wait_slurm(lambda: not self.live_allocations(), 40, 'its end')
