@@ -22560,26 +22560,15 @@ class FaultTest(WorldTest):
 
     # -------- servers --------
 
-    def start_runners(self, traces: Traces, count: int, number: int) -> List[Background]:
-        """So many runners at work on so many jobs, which end from now on."""
-        spec = traces.spec([traces.job('until test -e go; do sleep 0.02; done; sleep 0.01')] * count)
-        runners = []    # type: List[Background]
-        for what in [spec, *[1] * (number - 1)]:
-            runners.append(self.world.start('run', '-p', 0.2, '--num-cpus', 2, what))
-            self.world.wait(lambda: traces.count('begin') == 2 * len(runners), 20, 'its first jobs', runners)
-        self.world.write('go', '')
-        return runners
-
-    def finish_runners(self, runners: List[Background], traces: Traces, count: int, database: Optional[str] = None) -> None:
-        """Wait for their ends: all is done, and nothing twice."""
-        for runner in runners:
-            self.assertExit(0, runner.finish(180))
-        self.assertEqual(set(), traces.check(count, 2 * len(runners), database=database))
-
     def test_a_server_that_is_killed_under_two_runners_has_lost_nothing_and_no_acknowledged_event(self):
         traces, database, count, kills = Traces(self.world), os.path.join(self.world.root, SERVER_DATABASE), size(100, 3000), size(5, 100)
         port = urllib.parse.urlsplit(self.world.serve()).port
-        runners, is_over = self.start_runners(traces, count, 2), threading.Event()
+        spec = traces.spec([traces.job('until test -e go; do sleep 0.02; done; sleep 0.01')] * count)
+        runners, is_over = [], threading.Event()    # type: List[Background], threading.Event
+        for what in (spec, 1):
+            runners.append(self.world.start('run', '-p', 0.2, '--num-cpus', 2, what))
+            self.world.wait(lambda: traces.count('begin') == 2 * len(runners), 20, 'its first jobs', runners)
+        self.world.write('go', '')
         scribe = Scribe(self.world.url, database + '.token')
         self.addCleanup(scribe.client.close)
         writer = threading.Thread(target=lambda: [scribe.write() for _ in iter(is_over.is_set, True)])
@@ -22594,7 +22583,9 @@ class FaultTest(WorldTest):
                     self.pause(0, 0.5)
                     server.kill()
                 self.world.serve('--port', port)
-            self.finish_runners(runners, traces, count)
+            for runner in runners:
+                self.assertExit(0, runner.finish(180))
+            self.assertEqual(set(), traces.check(count, 4))
         finally:
             is_over.set()
             writer.join()
