@@ -21492,8 +21492,7 @@ LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 END_LOOKS_S, END_PAUSE_S = 3.0, 0.3     # of looks at how it has ended: KillWait (30 s) goes on meanwhile
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
-# In what control group proctrack/cgroup has a step, of the freezer or of version 2.
-IN_STEP_GROUP = Expression(rb'(?m)^[0-9]+:(?:freezer)?:.*/step_')
+IN_STEP_GROUP = Expression(rb'(?m)^[0-9]+:(?:freezer)?:.*/step_')      # where proctrack/cgroup has a step
 SLURMSTEPD = Expression(rb'slurmstepd: \[[0-9]+\.([^\]\0]+)\]')
 
 
