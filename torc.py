@@ -14216,6 +14216,15 @@ def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = 
     start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 2)
 
 
+def fork() -> int:
+    """As os.fork(), after which a Ctrl-C comes: functions that Python calls at a fork (logging's) lose it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     """Fork a server that outlives us; what it announced. Conflict if another process has the database.
 
@@ -14227,7 +14236,7 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     reader, writer = os.pipe()
     adopts = adopt_orphans(False)       # the server is not to become our child
     try:
-        child = os.fork()
+        child = fork()
     except OSError as error:    # no room for processes, or no memory
         os.close(reader)
         os.close(writer)
@@ -14664,7 +14673,7 @@ def explain_absence(server: Dict[str, Any], reason: str) -> str:
         reason += '; it goes on in its next allocation (`squeue --me`)'
         paths.append(server['database'] + '.connection')
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
-            f"  to start it again, as before:       {program_name()} serve -d {database} --port "
+            f"  to start it again (add options):    {program_name()} serve -d {database} --port "
             f"{parse_url(server['url']).port}\n"
             f'  to use its database without it:     --db {database}\n'
             f'  to use that of this directory:      -s\n'
@@ -23596,7 +23605,7 @@ def launch_worker(stem: str, order: Order) -> None:
 
 def fork_detached(work: Callable[[], Any], kept: int, *log_to: Any) -> None:
     """Fork a process that leaves the caller's session and outlives it. `log_to`: see leave_caller()."""
-    if os.fork():
+    if fork():
         return
     try:
         umask, directory = os.umask(0o077), os.getcwd()
@@ -29230,7 +29239,8 @@ def decide_undecided(session: Session, workflow: Dict[str, Any], args: Arguments
     if jobs and args['ai_recovery'] and not args['dry_run']:
         prompt = PROMPT.format(workflow=workflow['id'], program=command_line(session),
                                output_dir=shlex.quote(args['output_dir']))
-        words = [*split_command(args['ai_agent'], '--ai-agent'), prompt]
+        words = split_command(args['ai_agent'], '--ai-agent')
+        words += ['--print', prompt] if words == ['claude'] else [prompt]       # as Torc calls it: no dialogue
         code = run_program(session, words, workflow, '--ai-agent', AGENT_LIMIT_S)
         if code:
             session.report(f'warning: {words[0]} ended with return code {code}')
