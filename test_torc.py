@@ -10708,7 +10708,7 @@ class FindServerTest(WorldTest):
             serve my.db --host 0.0.0.0
             $ workflows new -n served -> 0
             kill
-            $ workflows list -> 3: to start it again, as before:   ; torc.py serve -d {quoted} --port; --db {quoted};   -s
+            $ workflows list -> 3: to start it again (add options):    ; torc.py serve -d {quoted} --port; --db {quoted};   -s
             $ delete 1 --no-prompts -> 3: was killed
             $ run ../w.yaml -> 3: was killed
             $ ping -> 3: was killed
