@@ -25174,6 +25174,7 @@ class Session:
         self.command: Any = None    # its row in COMMANDS
         self.keeper: Optional[Keeper] = None    # of a runner that is a program of its own
         self.is_reading = False     # make no database, although the command may
+        self.has_said_where = False     # in which database
         self._client: Optional[Client] = None
         self._credentials: Optional[Credentials] = None
 
@@ -25282,6 +25283,7 @@ class Session:
     def show(self, text: str, style: Style = PLAIN) -> None:
         """Text to stdout; the style is that of text that was painted."""
         text = printable_in_colour(text, style)
+        self.note_place(text)
         try:
             self.out.write(text)
         except UnicodeEncodeError:  # a locale without UTF-8
@@ -25297,8 +25299,14 @@ class Session:
         """A message to stderr that may have several lines."""
         self.report(*printable_message(text).split('\n'))
 
+    def note_place(self, text: str) -> None:
+        """Whether a text says in which database the command works: that need not be said again."""
+        if self._client is not None and self._client.location in text:
+            self.has_said_where = True
+
     def report(self, *lines: str) -> None:
         """Lines to stderr."""
+        self.note_place('\n'.join(lines))
         try:
             self.err.write(format_lines(lines))
             self.err.flush()    # before Python 3.9, stderr gathers what goes to a file or pipe
@@ -25379,7 +25387,7 @@ class Session:
         client = self._client
         if client is not None:
             is_in_job = bool(os.environ.get('TORC_WORKFLOW_ID'))    # its address was given, not chosen
-            if client.has_changed and not (is_in_job or client.is_own):
+            if client.has_changed and not (self.has_said_where or is_in_job or client.is_own):
                 self.inform(f'Used {client.location}')
             client.leave()
 
@@ -27385,7 +27393,7 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
     client = session.client
     if session.options['in_memory'] and not client.in_memory:
         session.report(f'warning: {client.location} is served already, and not from memory')
-    if not client.is_own:       # not the embedded database of this directory
+    if not (client.is_own or session.has_said_where):   # not the embedded database of this directory
         session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
     style = style_of(session.err, os.environ)
     progress = Progress(session.err, style, session.options['quiet'], printer=printer)
