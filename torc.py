@@ -30979,9 +30979,8 @@ jobs that fit its nodes and the time that is left.
 
 What is planned
     Allocations of 1.5 times the longest `runtime`, on a partition that allows
-    it. With --walltime-strategy max-partition-time there are fewer, and each
-    lasts longer. By hand: `slurm_schedulers`, and actions of the type
-    `schedule_nodes`.
+    it; by --walltime-strategy max-partition-time they are fewer and longer. By
+    hand: `slurm_schedulers`, and actions of the type `schedule_nodes`.
     `serialize_allocations: true` makes a chain: one allocation after the other.
     What becomes due later is submitted by the runners; what they cannot, and
     what an interrupted `submit` has left, by `submit 1`.
@@ -31306,7 +31305,7 @@ COMMANDS = (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
         Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
                  'charge this account'),
-        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), *PLAN_OPTIONS[1:4],
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), *PLAN_OPTIONS[1:3],
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
         Argument('--action', 'ID', 'submit the allocations of this action of a workflow, due or not, and no '
                  "other's", parse_id),
@@ -31735,7 +31734,7 @@ COMMANDS = (
         PROFILE, Argument('--partition', 'NAME', 'only of this partition'),
         Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_allocation_time),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
-        PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:4],
+        PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:3],
         Argument('--include-job-ids', 'ID,...', 'plan for these jobs, too, whatever their state',
                  parse_ids, '*'),
         Argument('--submit', '', 'submit what waits for no other job at once'), *ALLOCATION_OPTIONS, DRY_RUN),
