@@ -29688,8 +29688,8 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
         environment['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
     spared, adopted_before = read_children(os.getpid()), adopt_orphans(True)
     try:
-        process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2)
-        with interrupted_by_signals():
+        with interrupted_by_signals():      # also while it is started
+            process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2)
             code = process.wait(limit_s)
     except (OSError, ValueError) as error:
         cause = getattr(error, 'strerror', None) or error
@@ -29697,10 +29697,12 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     except subprocess.TimeoutExpired:
         raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
     finally:
-        if process is not None and (code is None or code < 0):
-            process.kill()      # where there is no /proc; else it had no time to end the others
+        if code is None or code < 0:    # it had no time to end the others
+            if process is not None:
+                process.kill()          # where there is no /proc
             end_children(spared.__contains__, UNKILLABLE_S)
-            process.wait()
+            if process is not None:
+                process.wait()
         adopt_orphans(adopted_before)
     return code if code >= 0 else 128 - code
 
