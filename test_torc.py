@@ -18926,7 +18926,8 @@ class SlurmSubmitTest(SlurmTest):
         told = [each.out for each in both]
         numbers = [number for out in told for number in (json.loads(out)['slurm_job_ids'] if out.startswith('{') else [])]
         self.assertEqual(sorted(int(row.id) for row in self.live_allocations()), sorted(numbers))
-        self.assertEqual([f'w_wf1_a{number}' for number in range(1, 9)], sorted(row.name for row in self.live_allocations()))
+        self.assertEqual([f'w_wf1_a{number}' for number in range(1, 9)], sorted(row.name for row in self.live_allocations()),
+                         [each.out + each.err for each in both])
 
     def wait_complete(self, deadline_s: float = 240) -> Dict[str, Dict[str, Any]]:
         """Wait until no allocation is left; the jobs by name."""
