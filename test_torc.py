@@ -386,9 +386,9 @@ def compile_or_copy(path, optimize=-1, **how):
         data = file.read()
     found, target = os.stat(path), importlib.util.cache_from_source(path, optimization='')
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    with open(target + '.new', 'wb') as file:
+    with open('%s.%d' % (target, os.getpid()), 'wb') as file:      # two may do so at once
         file.write(data[:HEAD] + struct.pack('<LL', int(found.st_mtime), found.st_size) + data[HEAD + 8:])
-    os.replace(target + '.new', target)
+    os.replace(file.name, target)
     return target
 
 py_compile.compile = compile_or_copy
