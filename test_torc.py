@@ -24268,7 +24268,7 @@ class Score:
                 print(f'{word:8}{value:7.2f} s  {title}', flush=True)
             elif self.total:
                 said = f"{len(self.times)} of {self.total} tests, {self.counts['FAILED']} failed: {title}"
-                print(f'\r{said[:shutil.get_terminal_size().columns - 1]}\x1b[K', end='', flush=True)
+                print(f'\r{said[:(shutil.get_terminal_size().columns or 80) - 1]}\x1b[K', end='', flush=True)
             elif word != 'ok':
                 print(word[0], end='', flush=True)
 
