@@ -18224,6 +18224,17 @@ class RunTest(CommandTest):
             % test ! -e torc_output
             """)
 
+    def test_user_data_that_a_job_makes_may_be_empty_before_a_run_and_no_other(self):
+        self.world.write('w.yaml', 'name: w\nuser_data: [{name: made}, {name: given}]\njobs:\n'
+                         '  - {name: make, command: "true", output_user_data: [made]}\n'
+                         '  - {name: use, command: "true", input_user_data: [made, given]}\n')
+        self.play("""
+            $ create w.yaml -> 0: warning: user data that no job makes has no value: given
+            $ run 1 -> 4: user data that no job makes has no value: 2; set it in the file, or with `user-data update ID --data JSON`
+            $ user-data update 2 -d 5 -> 0: Updated
+            $ run 1 -> 0: 2 completed...warning: jobs have ended, and these user data have no value: made
+            """)
+
     def test_runner_options_come_from_the_command_line(self):
         args = torc.parse_command_line(shlex.split(
             'run 1 -o out -p 1 --num-cpus 2 --memory-gb 1.5 --num-gpus 0 --max-parallel-jobs 3 --claim-backoff-max-secs 9 --time-limit PT1M --label a,b '
