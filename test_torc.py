@@ -5313,6 +5313,15 @@ class NodeTest(ScenarioTest):
         self.store.now = lambda: self.clock + 3600
         self.act('look -> released= active=n1')
 
+    def test_the_server_looks_for_lost_nodes_as_long_as_one_is_active(self):
+        self.begin('a')
+        found = []
+        for line in ('', 'node n1', 'leave n1'):
+            self.act(line)
+            with self.service.transaction():
+                found.append(torc.tend(self.service))
+        self.assertEqual([False, True, False], found)
+
     def test_what_says_nothing_new_writes_nothing(self):
         workflow_id = self.create('a:')
         node_id = self.node(workflow_id)
