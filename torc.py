@@ -24035,12 +24035,6 @@ COLOURS = {'0', *(row.colour for row in STATUSES), *(colour for _, _, colour in 
 UNPRINTABLE_IN_COLOUR = Expression('(?!\x1b\\[(?:%s)m)' % '|'.join(sorted(COLOURS)) + UNPRINTABLE.text)
 
 
-def printable_in_colour(text: str, style: Style) -> str:
-    """As printable(), for text with parts that were painted."""
-    unprintable = UNPRINTABLE_IN_COLOUR if style.has_colour else UNPRINTABLE
-    return unprintable.sub(lambda match: printable(match.group()), text)
-
-
 # -------- width --------
 
 def character_width(character: str) -> int:
@@ -24283,7 +24277,7 @@ def silent_runners(waiting: Dict[str, Any]) -> List[Dict[str, Any]]:
 
 
 def find_reasons(status: Dict[str, Any], program: str, is_part: bool) -> Iterator[Tuple[str, str]]:
-    """(status, line): why jobs failed or were canceled, what others wait for, what else is to be known.
+    """(status, line): why jobs failed or were canceled, what others wait for. `program` begins the commands.
 
     With `is_part` more is said elsewhere, of ready jobs.
     """
@@ -24351,10 +24345,7 @@ def format_title(status: Dict[str, Any]) -> str:
 
 
 def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = 'torc.py') -> str:
-    """Answer of get_workflow_status, with its explanation if there is one -> the report of `status`.
-
-    `program` begins the commands in it; its options name the server or database.
-    """
+    """Answer of get_workflow_status, with its explanation if there is one -> the report of `status`."""
     counts, total, lines = status['jobs_by_status'], status['total_jobs'], [format_title(status), '']
     for row in STATUSES:
         if counts[row.name]:
@@ -24973,10 +24964,7 @@ def lines_of(axis: str, series: Recorded) -> List[Dict[str, Any]]:
 
 def make_figure(title: str, facts: Sequence[str],
                 panels: Sequence[Tuple[str, str, List[Dict[str, Any]]]]) -> Figure:
-    """A figure of panels (title, unit, traces) below each other, each with a y axis of its own.
-
-    What was not measured at all has none.
-    """
+    """A figure of panels (title, unit, traces), one below the other; what was never measured has none."""
     panels = [(words, unit, traces) for words, unit, traces in panels
               if any(value is not None for trace in traces for value in trace['y'])]
     layout = {'barmode': 'group', 'title': {'text': title, 'subtitle': {'text': '; '.join(facts)}}}
@@ -25068,10 +25056,7 @@ def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
 
 
 def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[Tuple[str, Figure]]:
-    """All pages, by name: of each job (all, or those wanted), then of all jobs, then of the nodes.
-
-    One job's samples are in memory at a time.
-    """
+    """Pages by name: of each job (all, or those wanted), with its samples alone in memory; of all; of nodes."""
     homes: Dict[int, List[SeriesFile]] = {}
     names: Dict[int, List[Tuple[float, str]]] = {}
     for file in files:
@@ -25282,7 +25267,8 @@ class Session:
 
     def show(self, text: str, style: Style = PLAIN) -> None:
         """Text to stdout; the style is that of text that was painted."""
-        text = printable_in_colour(text, style)
+        unprintable = UNPRINTABLE_IN_COLOUR if style.has_colour else UNPRINTABLE
+        text = unprintable.sub(lambda match: printable(match.group()), text)
         self.note_place(text)
         try:
             self.out.write(text)
@@ -25707,7 +25693,7 @@ class Noun(Row):
     @property
     def words(self) -> str:
         """One of them, for people."""
-        return self.name.replace('_', ' ')
+        return self.name.replace('_', ' ').replace('slurm', 'Slurm')
 
 
 MEASURED = ('peak_memory_bytes', 'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')
@@ -25742,6 +25728,7 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'Memory (GB)=memory_gb, GPUs=num_gpus, Active=is_active, Start Time=start_time, '
         'Duration=duration_seconds, -CPU peak/avg=(cpu), -Mem peak/avg=(memory)',
         (*MEASURED, 'sample_count', 'duration_seconds')),
+    'slurm': Noun('slurm_scheduler', ''),       # its list has another operation
 }
 JOB_JOB_COLUMNS = ('Job ID=job_id, Job Name=job_name, -Blocked By Job ID=depends_on_job_id, '
                    'Blocked By Job Name=depends_on_job_name')
@@ -25781,15 +25768,33 @@ def dated(event: Any) -> Any:
     return event
 
 
-def cmd_list(session: Session, args: Arguments,
-             complete: Callable[[Session, List[Dict[str, Any]]], None] = lambda *_: None) -> Listing:
+OUTCOMES_ASKED = 20     # results that are asked for one by one; for more of them the list of all is cheaper
+
+
+def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
+    """Fill in what the current results of jobs say; of those that are to run again, only the reason."""
+    ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final
+             or job['status'] in ('ready', 'blocked') and job.get('attempt_id', 1) > 1}
+    queries = [{'job_id': job_id} for job_id in ended]  # type: List[Dict[str, int]]
+    for query in queries if len(ended) <= OUTCOMES_ASKED else [{}]:
+        for result in session.items('list_results', workflow_id=jobs[0]['workflow_id'], **query):
+            if result['job_id'] in ended:
+                job = ended[result['job_id']]
+                if STATUSES[STATUS_CODES[job['status']]].is_final:
+                    job.update((key, result[key]) for key in ('return_code', 'exec_time_minutes'))
+                if result.get('reason'):
+                    job['reason'] = result['reason']
+
+
+def cmd_list(session: Session, args: Arguments) -> Listing:
     """Objects of a workflow; the other arguments are the list operation's own filters."""
     plural = group_of(session).replace('-', '_')
     query = given(args, 'workflow_id', 'exclude')
     query['workflow_id'] = choose_workflow(session, args)
     items = [with_nulls(dated(item), noun_of(session).keys)
              for item in session.items(f'list_{plural}', **query)]
-    complete(session, items)
+    if plural == 'jobs':
+        add_outcomes(session, items)
     headings = {heading.title.lower(): heading for heading in headings_of(noun_of(session).columns)}
     excluded = {word.strip().lower() for words in args.get('exclude') or () for word in words.split(',')}
     for word in sorted(excluded.difference(headings)):
@@ -25838,29 +25843,6 @@ def times_of(job: Dict[str, Any], results: Sequence[Dict[str, Any]]) -> Dict[str
             'exec_time': format_seconds(exec_s), 'return_code': results[0]['return_code']}
 
 
-OUTCOMES_ASKED = 20     # results that are asked for one by one; for more of them the list of all is cheaper
-
-
-def cmd_jobs_list(session: Session, args: Arguments) -> Listing:
-    """Jobs of a workflow, with the return code and the run time of those that have ended."""
-    return cmd_list(session, args, add_outcomes)
-
-
-def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
-    """Fill in what the current results of jobs say; of those that are to run again, only the reason."""
-    ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final
-             or job['status'] in ('ready', 'blocked') and job.get('attempt_id', 1) > 1}
-    queries = [{'job_id': job_id} for job_id in ended]  # type: List[Dict[str, int]]
-    for query in queries if len(ended) <= OUTCOMES_ASKED else [{}]:
-        for result in session.items('list_results', workflow_id=jobs[0]['workflow_id'], **query):
-            if result['job_id'] in ended:
-                job = ended[result['job_id']]
-                if STATUSES[STATUS_CODES[job['status']]].is_final:
-                    job.update((key, result[key]) for key in ('return_code', 'exec_time_minutes'))
-                if result.get('reason'):
-                    job['reason'] = result['reason']
-
-
 def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[str, Any]:
     """Get, update or delete one object of the command's kind."""
     op = f'{verb}_{noun_of(session).name}'
@@ -25885,13 +25867,14 @@ def cmd_create(session: Session, args: Arguments) -> Answer:
 
 
 def cmd_update(session: Session, args: Arguments) -> Answer:
-    """Changes of one object; what is not given stays."""
-    changes = given(args, 'id')
+    """Changes of one object, which may be the chosen workflow; what is not given stays."""
+    number = args['id'] if 'id' in args else choose_workflow(session, args)
+    changes = given(args, 'id', 'workflow_id')
     require_changes(session, changes)
     if noun_of(session).name == 'file':
-        changes['st_mtime'] = call_on(session, 'get', args['id']).get('st_mtime')   # else it would have none
-    record = call_on(session, 'update', args['id'], changes)
-    return Answer(record, [f"Updated {noun_of(session).words} {args['id']}"])
+        changes['st_mtime'] = call_on(session, 'get', number).get('st_mtime')   # else it would have none
+    record = call_on(session, 'update', number, changes)
+    return Answer(record, [f'Updated {noun_of(session).words} {number}'])
 
 
 def require_changes(session: Session, changes: Any) -> None:
@@ -25975,21 +25958,18 @@ def cmd_list_audit_log(session: Session, args: Arguments) -> Listing:
 def cmd_admin_sql(session: Session, args: Arguments) -> Any:
     """One SQL statement on the server's database."""
     body = given(args, 'yes')
-    if args['write'] and not (args['yes'] or session.options['no_prompts'] or confirm_sql(session, body)):
-        return None
+    if args['write'] and not (args['yes'] or session.options['no_prompts']):
+        if not session.is_interactive:
+            raise BadInput('confirmation required: this changes the database, and there is no terminal; '
+                           'pass -y')
+        count = session.call('admin_sql', dict(body, dry_run=True)).get('rows_affected')
+        if not session.agrees(f"{counted(count, 'row')} would change. Go on?"):
+            return None
     answer = session.call('admin_sql', body)
     if answer['columns'] or session.format in ('csv', 'tsv'):
         headings = [Heading(name, '', lambda row, name=name: row[name]) for name in answer['columns']]
         return Listing(headings, answer['items'], 'rows', answer)
     return Answer(answer, [f"{counted(answer['rows_affected'], 'row')} changed"])
-
-
-def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
-    """Show how many rows a statement would change, and ask."""
-    if not session.is_interactive:
-        raise BadInput('confirmation required: this changes the database, and there is no terminal; pass -y')
-    count = session.call('admin_sql', dict(body, dry_run=True)).get('rows_affected')
-    return session.agrees(f"{counted(count, 'row')} would change. Go on?")
 
 
 # ======== 20a. Workflows: commands about workflows and jobs ========
@@ -26024,11 +26004,6 @@ def cmd_workflows_list(session: Session, args: Arguments) -> Listing:
     if 'user' in query:     # it would say the same in every row
         headings = tuple(heading for heading in headings if heading.key != 'user')
     return Listing(headings, items, 'workflows')
-
-
-def cmd_workflows_update(session: Session, args: Arguments) -> Answer:
-    """Change name, description, owner, project, metadata or workflow file."""
-    return cmd_update(session, dict(given(args, 'workflow_id'), id=choose_workflow(session, args)))
 
 
 def cmd_update_action(session: Session, args: Arguments) -> Answer:
@@ -26347,6 +26322,10 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> Any:
 
 # -------- results --------
 
+RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason', 'completion_time',
+               'exec_time_minutes', 'compute_node_id')
+
+
 def cmd_results_list(session: Session, args: Arguments) -> Any:
     """Results of the newest attempts; --failed drops those with return code 0 before the limit counts."""
     workflow_id = choose_workflow(session, args)
@@ -26361,7 +26340,17 @@ def cmd_results_list(session: Session, args: Arguments) -> Any:
     items = [with_nulls(item, MEASURED) for item in items]
     if not args['include_logs']:
         return Listing(headings_of(NOUNS['results'].columns), items, 'results')
-    session.show_json(results_with_logs(session, workflow_id, items, args))
+    workflow, rows = session.workflow(workflow_id), []      # type: Dict[str, Any], List[Dict[str, Any]]
+    base = output_directory(session, workflow, args)
+    nodes = {node['id']: node for node in session.items('list_compute_nodes', workflow_id=workflow_id)}
+    for item in items:
+        node = nodes.get(item.get('compute_node_id'), {})
+        name = f"job_runner_{node.get('hostname')}_wf{workflow_id}_r{item['run_id']}.log"
+        rows.append(dict(with_files(base, item, RESULT_KEYS), job_runner_log=os.path.join(base, name),
+                         compute_node_type=node.get('compute_node_type')))
+    session.show_json({
+        'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
+        'all_runs': bool(args['all_runs']), 'total_results': len(rows), 'items': rows})
     return None
 
 
@@ -26385,28 +26374,6 @@ def with_files(output_dir: str, attempt: Dict[str, Any], keys: Sequence[str]) ->
     """Some values of an attempt, and its files, as JSON has them."""
     files = dict(zip(('job_stdout', 'job_stderr'), find_stdio(output_dir, attempt)))
     return {**{key: attempt.get(key) for key in keys}, **files}
-
-
-RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason', 'completion_time',
-               'exec_time_minutes', 'compute_node_id')
-
-
-def results_with_logs(session: Session, workflow_id: int, items: List[Dict[str, Any]],
-                      args: Arguments) -> Dict[str, Any]:
-    """Results with the paths of the files that their jobs wrote."""
-    workflow = session.workflow(workflow_id)
-    base = output_directory(session, workflow, args)
-    nodes = {node['id']: node for node in session.items('list_compute_nodes', workflow_id=workflow_id)}
-    rows = []
-    for item in items:
-        row = with_files(base, item, RESULT_KEYS)
-        node = nodes.get(item.get('compute_node_id'), {})
-        row['compute_node_type'] = node.get('compute_node_type')
-        name = f"job_runner_{node.get('hostname')}_wf{workflow_id}_r{item['run_id']}.log"
-        row['job_runner_log'] = os.path.join(base, name)
-        rows.append(row)
-    return {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
-            'all_runs': bool(args['all_runs']), 'total_results': len(rows), 'items': rows}
 
 
 def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments) -> str:
@@ -26438,7 +26405,7 @@ def cmd_logs(session: Session, args: Arguments) -> int:
         if not any(find_stdio(reader.output_dir, newest[number])):
             words = f' has left no output in {reader.output_dir}'
             raise Refused(f'{describe_job(session, job, words)}; {WHERE_OUTPUT_IS}')
-    found = [newest[number] for number in reader.jobs or sorted(newest) if reader.is_shown(newest[number])]
+    found = reader.shown((newest[number] for number in reader.jobs or sorted(newest)), args['failed'])
     if session.format == 'json':
         values = [with_files(reader.output_dir, attempt, (
             'workflow_id', 'job_id', 'job_name', 'run_id', 'attempt_id')) for attempt in found]
@@ -26446,9 +26413,10 @@ def cmd_logs(session: Session, args: Arguments) -> int:
         return 0
     tail = Tail(session, args['tail'])
     for attempt in found:
-        paths, why, name = reader.paths_of(attempt), reason_of(attempt), attempt['job_name']
-        is_one = len(reader.jobs) == 1
-        if not is_one and (paths or attempt['status'] in BROKEN_WORDS):
+        paths, name, is_one = reader.paths_of(attempt), attempt['job_name'], len(reader.jobs) == 1
+        is_broken = attempt['status'] in BROKEN_WORDS
+        why = attempt.get('reason') or (f"return code {attempt['return_code']}" if is_broken else '')
+        if not is_one and (paths or is_broken):
             tail.show_line(f"{name} ({attempt['status']})" + (f': {why}' if why else ''))
         for path in paths:
             tail.show(path, path if len(paths) > 1 else '')
@@ -26471,14 +26439,12 @@ class LogReader:
         named = [find_job(session, self.id, word, args['follow']) for word in args['jobs']]
         self.jobs = {job['id']: job for job in named}       # those that were named
 
-    def is_asked_for(self, attempt: Dict[str, Any]) -> bool:
-        """Whether an attempt is of the jobs, the run and the number that the options name."""
-        return ((not self.jobs or attempt['job_id'] in self.jobs)
-                and all(self.args[key] in (None, attempt[key]) for key in ('run_id', 'attempt_id')))
-
-    def is_shown(self, attempt: Dict[str, Any]) -> bool:
-        """Whether an attempt is one that failed, if only those are to be shown."""
-        return not self.args['failed'] or attempt['status'] in BROKEN_WORDS
+    def shown(self, attempts: Iterable[Dict[str, Any]], failed: Optional[bool]) -> List[Dict[str, Any]]:
+        """Those of the jobs, the run and the number that the options name; only those that `failed`."""
+        return [attempt for attempt in attempts
+                if (not self.jobs or attempt['job_id'] in self.jobs)
+                and all(self.args[key] in (None, attempt[key]) for key in ('run_id', 'attempt_id'))
+                and (not failed or attempt['status'] in BROKEN_WORDS)]
 
     def ended(self, **query: Any) -> List[Dict[str, Any]]:
         """Attempts that have ended, in the order of their ends."""
@@ -26498,12 +26464,11 @@ class LogReader:
         is_any = bool(self.jobs) or (self.args['run_id'], self.args['attempt_id']) != (None, None)
         ended = [self.ended(all_runs=is_any, **query) for query in (
             [{'job_id': number} for number in self.jobs] or [{}])]
+        attempts = self.shown(itertools.chain(*ended, self.running()), False)
         found = {}      # type: Dict[int, Dict[str, Any]]
-        for attempt in sorted(itertools.chain(*ended, self.running()),
-                              key=operator.itemgetter('run_id', 'attempt_id')):
+        for attempt in sorted(attempts, key=operator.itemgetter('run_id', 'attempt_id')):
             number = attempt['job_id']
-            if self.is_asked_for(attempt) and (
-                    not self.jobs or number not in found or any(find_stdio(self.output_dir, attempt))):
+            if not self.jobs or number not in found or any(find_stdio(self.output_dir, attempt)):
                 found[number] = attempt
         return found
 
@@ -26574,12 +26539,6 @@ class Tail:
         self.ends_line = True
 
 
-def reason_of(attempt: Dict[str, Any]) -> str:
-    """Why an attempt failed, and what else is to be said of its end; '' of most good ones."""
-    code = f"return code {attempt['return_code']}" if attempt['status'] in BROKEN_WORDS else ''
-    return attempt.get('reason') or code
-
-
 def describe_job(session: Session, job: Dict[str, Any], words: str = '') -> str:
     """'job a (blocked): ' and why it is so, after some words."""
     reason = session.reason(job)
@@ -26614,8 +26573,7 @@ def follow_logs(reader: LogReader) -> int:
         is_over = reader.is_over()      # asked first: what ends later is seen later
         ended = reader.ended(all_runs=True, offset=count)
         count += len(ended)
-        attempts = [attempt for attempt in attempts + ended + reader.running()
-                    if reader.is_asked_for(attempt) and reader.is_shown(attempt)]
+        attempts = reader.shown(attempts + ended + reader.running(), reader.args['failed'])
         for attempt in attempts:
             for path in reader.paths_of(attempt):
                 tail.show(path, f"{attempt['job_name']}: {path}")
@@ -26945,16 +26903,20 @@ def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> Non
 
 # -------- reading specs --------
 
+def spec_directory(path: Optional[str]) -> str:
+    """Directory of a workflow file, which its tables are looked for in."""
+    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+
+
 def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     """A workflow file, read, expanded and checked. Its warnings go to stderr."""
     if args.get('delete_outputs') and not args['resume']:
         raise BadInput('--delete-outputs goes with --resume: it is about jobs that a file has no longer')
     data = read_input(session, path)
     name = '' if path == '-' else path
-    directory = os.path.dirname(os.path.abspath(name)) if name else os.getcwd()
     try:
-        plan = read_plan(read_document(data, name), directory, args['max_instances'] or MAX_INSTANCES,
-                         bool(args['skip_checks']))
+        plan = read_plan(read_document(data, name), spec_directory(name),
+                         args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
     except BadInput as error:
         error.problems = [placed(problem, name) for problem in error.problems]
         raise
@@ -27011,8 +26973,15 @@ def check_spec(session: Session, args: Arguments) -> Answer:
             session.show_json({'valid': False, 'errors': errors, 'warnings': [], 'summary': EMPTY_SUMMARY})
         raise
     warnings = [*map(str, plan.warnings), *warn_of_missing(session, plan)]
-    return Answer({'valid': True, 'errors': [], 'warnings': warnings, 'summary': plan.summary},
-                  format_summary(plan.summary))
+    summary, lines = plan.summary, [f"Workflow {plan.summary['workflow_name']}", '']
+    for key, word in COUNTED:
+        before = summary.get(f'{key}_before_expansion', summary[key])
+        lines.append(f'  {word:22}{summary[key]:>8}'
+                     + (f'  (expanded from {before})' if before != summary[key] else ''))
+    has_own = summary['has_schedule_nodes_action']
+    where = 'with allocations of its own' if has_own else 'wherever a runner is started'
+    return Answer({'valid': True, 'errors': [], 'warnings': warnings, 'summary': summary},
+                  [*lines, '', f'Ready to run {where}', 'Validation: PASSED'])
 
 
 def check_plan_files(session: Session, body: Dict[str, Any], earlier: Optional[Dict[str, Any]]) -> FileCheck:
@@ -27039,20 +27008,7 @@ def warn_of_missing(session: Session, plan: Plan) -> List[str]:
     return missing
 
 
-def format_summary(summary: Dict[str, Any]) -> str:
-    """The counts of a dry run, for people."""
-    lines = [f"Workflow {summary['workflow_name']}", '']
-    for key, word in COUNTED:
-        before = summary.get(f'{key}_before_expansion', summary[key])
-        lines.append(f'  {word:22}{summary[key]:>8}'
-                     + (f'  (expanded from {before})' if before != summary[key] else ''))
-    has_own = summary['has_schedule_nodes_action']
-    where = 'with allocations of its own' if has_own else 'wherever a runner is started'
-    return format_lines(lines + ['', f'Ready to run {where}', 'Validation: PASSED'])
-
-
 # -------- planned allocations --------
-
 
 PLANNING = ('group_by', 'walltime_strategy', 'walltime_multiplier')
 
@@ -27065,10 +27021,7 @@ def plan_options(args: Arguments, **more: Any) -> PlanOptions:
 
 def read_for_slurm(session: Session, spec: str, args: Arguments,
                    **more: bool) -> Tuple[GeneratedSpec, Profile, str, Document]:
-    """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
-
-    Warnings are reported.
-    """
+    """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was."""
     path = '' if spec == '-' else spec
     document = read_document(read_input(session, spec), path)
     config = read_config()
@@ -27114,11 +27067,6 @@ def format_generated(made: GeneratedSpec, profile: Profile) -> str:
     return format_lines(lines)
 
 
-def spec_directory(path: str) -> str:
-    """Directory of a workflow file, which its tables are looked for in."""
-    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
-
-
 # -------- execution plan --------
 
 def cmd_execution_plan(session: Session, args: Arguments) -> Answer:
@@ -27127,7 +27075,14 @@ def cmd_execution_plan(session: Session, args: Arguments) -> Answer:
         plan = stored_plan(session, int(args['target']))
     else:
         plan = file_plan(read_spec(session, args['target'], args).body)
-    return Answer(dict(plan, status='success'), format_execution_plan(plan))
+    counts = f"{counted(plan['total_jobs'], 'job')} in {counted(plan['total_events'], 'event')}"
+    lines = [f"Execution plan of {plan['workflow_name']}: {counts}", '']
+    for event in plan['events']:
+        lines.append(f"{event['id']}: {event['trigger_description']}")
+        lines += [f"    allocates {allocation['num_allocations']} x {allocation['scheduler']}"
+                  for allocation in event['scheduler_allocations']]
+        lines.append(f"    starts {first_of(event['jobs_becoming_ready'])}")
+    return Answer(dict(plan, status='success'), lines)
 
 
 def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
@@ -27172,26 +27127,11 @@ def allocation_row(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[str
             'num_allocations': config.get('num_allocations', 1)}
 
 
-def format_execution_plan(plan: Dict[str, Any]) -> str:
-    """The plan for people: an event, what it waits for, what it starts."""
-    counts = f"{counted(plan['total_jobs'], 'job')} in {counted(plan['total_events'], 'event')}"
-    lines = [f"Execution plan of {plan['workflow_name']}: {counts}", '']
-    for event in plan['events']:
-        lines.append(f"{event['id']}: {event['trigger_description']}")
-        for allocation in event['scheduler_allocations']:
-            lines.append(f"    allocates {allocation['num_allocations']} x {allocation['scheduler']}")
-        lines.append(f"    starts {first_of(event['jobs_becoming_ready'])}")
-    return format_lines(lines)
-
-
 # -------- an edited workflow file --------
 
 
 def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) -> Optional[Dict[str, Any]]:
-    """The newest workflow that was made from the same file, or by `exec` here; or None.
-
-    The plan takes its directory over.
-    """
+    """The newest workflow of the same file, or of `exec` here, whose directory the plan then takes over."""
     path = planned['spec_path']
     if not path and session.command.name != 'exec':
         raise BadInput('--resume needs a workflow file: what comes through stdin cannot be found again')
@@ -27956,10 +27896,7 @@ class Submitter:
         return judge_submission(reply)
 
     def write_script(self, item: Submission) -> Tuple[List[str], str]:
-        """Put the script of an allocation into its output directory; options of sbatch, and its path.
-
-        Refused, OSError.
-        """
+        """Put the script of an allocation in its output directory; options of sbatch, and its path. OSError."""
         output_dir, number = item.settings['output_dir'], item.scheduler['id']
         words = batch_words(item, self.find_partition(item))
         if number not in self.warned:
@@ -28085,24 +28022,14 @@ def cmd_slurm_create(session: Session, args: Arguments) -> Answer:
     body = with_workflow(session, args)
     body['serialize_allocations'] = bool(args['serialize_allocations'])
     check_scheduler(session.workflow(body['workflow_id']), dict(body, id=0), plain_settings('/'))
-    record = session.call('create_slurm_scheduler', body)
-    return Answer(record, f"Created Slurm scheduler {record['id']}\n")
+    return cmd_create(session, body)
 
 
 def cmd_slurm_update(session: Session, args: Arguments) -> Answer:
     """Change a Slurm scheduler; allocations that are submitted stay as they are."""
-    changed = given(args, 'id')
-    require_changes(session, changed)
-    record = dict(session.call('get_slurm_scheduler', id=args['id']), **changed)
+    record = dict(call_on(session, 'get', args['id']), **given(args, 'id'))
     check_scheduler(session.workflow(record['workflow_id']), record, plain_settings('/'))
-    record = session.call('update_slurm_scheduler', changed, id=args['id'])
-    return Answer(record, f"Updated Slurm scheduler {args['id']}\n")
-
-
-def cmd_slurm_delete(session: Session, args: Arguments) -> Answer:
-    """Delete a Slurm scheduler."""
-    record = session.call('delete_slurm_scheduler', id=args['id'])
-    return Answer(record, f"Deleted Slurm scheduler {args['id']}\n")
+    return cmd_update(session, args)
 
 
 def cmd_allocation_jobs(session: Session, args: Arguments) -> Listing:
@@ -28322,7 +28249,9 @@ def cmd_explain(session: Session, args: Arguments) -> Answer:
     allocations = found['allocations']
     if allocations:
         queue, error = ask_queue()
-        ended = [row['allocation_id'] for row in allocations if not error and has_left_queue(row, queue)]
+        states = {number: listed.state for number, listed in queue.items()}
+        ended = [row['allocation_id'] for row in allocations if not error and row['slurm_job_id'] > 0
+                 and states.get(str(row['slurm_job_id'])) in (None, 'COMPLETING')]
         if ended:       # what does their absence mean for the jobs?
             found = session.call('explain_waiting', workflow_id=number, ended=ended)
         slurm = {'error': error or None}
@@ -28335,12 +28264,6 @@ def cmd_explain(session: Session, args: Arguments) -> Answer:
     waiting = {'workflow_id': number, 'summary': verdict_of(found['status'])[1],
                'next_steps': next_steps(found, program, had_allocations), 'slurm': slurm, **found}
     return Answer(waiting, format_waiting(waiting, time.time(), style, program), style)
-
-
-def has_left_queue(row: Dict[str, Any], queue: Dict[str, ListedJob]) -> bool:
-    """Whether an allocation that was submitted has ended by now, or is about to."""
-    listed = queue.get(str(row['slurm_job_id']))
-    return row['slurm_job_id'] > 0 and (listed is None or listed.state == 'COMPLETING')
 
 
 # ======== 20e. Clusters: commands that plan allocations ========
@@ -28496,7 +28419,6 @@ def write_result(path: str, text: str) -> None:
 
 # -------- slurm generate --------
 
-
 def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
     """Put Slurm schedulers, and actions that submit them, into a workflow file."""
     refuse_format(args['output'])
@@ -28510,10 +28432,8 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
         return Answer(summary, format_generated(made, profile))
     session.inform(*format_generated(made, profile).splitlines())
     path = args['output']
-    directory = os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
-    source = '' if args['spec'] == '-' else args['spec']
-    value = made.value
-    rebase_tables(value, spec_directory(source), directory)
+    source, value = '' if args['spec'] == '-' else args['spec'], made.value
+    rebase_tables(value, spec_directory(source), spec_directory(path))
     if path:
         format = FORMATS.get(os.path.splitext(path)[1].lower(), document.format)
         write_result(path, format_spec(value, format))
@@ -28661,16 +28581,6 @@ class Replayed(Row):
     problems: List[str]         # for people
 
 
-def cmd_reconcile(session: Session, args: Arguments) -> Answer:
-    """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
-    workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
-    if is_missing(base_dir):
-        raise BadInput(f'directory {base_dir} not found: name the output directory of the '
-                       'runners, or one above it, with --base-dir')
-    session.workflow(workflow_id)   # refused before thousands of files are read
-    return describe_replay(session, args, replay_journals(session, workflow_id, run_id, [base_dir]))
-
-
 def replay_journals(session: Session, workflow_id: int, run_id: int, directories: Sequence[str],
                     is_asked: bool = True) -> Replayed:
     """Bring what journals below directories hold to the server. What it has already does no harm.
@@ -28709,16 +28619,6 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, directories
                     [problem for _, passed_over in searched for problem in passed_over] + problems)
 
 
-def journal_directories(session: Session, workflow: Dict[str, Any], output_dir: str) -> List[str]:
-    """Where a workflow's runners may keep journals: below an output directory, as it is called from here or
-    from where the workflow was made, and below those of its allocations, wherever we are."""
-    rows = session.call('survey_allocations', workflow_id=workflow['id'])['allocations']
-    found = [output_dir, os.path.join(base_directory(workflow), output_dir),
-             *(row['output_dir'] for row in rows if row.get('output_dir'))]
-    directories = dict.fromkeys(os.path.realpath(os.path.join(path, JOURNAL_DIRECTORY)) for path in found)
-    return list(filter(is_directory_there, directories))
-
-
 def is_directory_there(path: str) -> bool:
     """Whether a directory is there. OSError if it cannot be read, as in a file system that is away."""
     try:
@@ -28736,15 +28636,19 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
 
     A dry run only says that they are there. OSError, and nothing is done, if one cannot be read now.
     """
-    run_id = workflow.get('run_id') or 0
-    directories = journal_directories(session, workflow, output_dir)
+    run_id, rows = workflow.get('run_id') or 0, session.call('survey_allocations', workflow_id=workflow['id'])
+    # The directory as it is called from here or from where the workflow was made, and those of allocations.
+    found = [output_dir, os.path.join(base_directory(workflow), output_dir),
+             *(row['output_dir'] for row in rows['allocations'] if row.get('output_dir'))]
+    directories = list(filter(is_directory_there, dict.fromkeys(
+        os.path.realpath(os.path.join(path, JOURNAL_DIRECTORY)) for path in found)))
     if is_dry_run:
         places = [place for place in directories if find_journals(place, workflow['id'], run_id)[0]]
         return printable_line(f'journals in {first_of(places)} would be taken in first: no job whose end is '
                               'in them would be failed') if places else ''
-    found = replay_journals(session, workflow['id'], run_id, directories, False)
-    brought = f"{counted(found.accepted, 'completion')} taken in from journals of runners"
-    return printable_line('; '.join([brought] * bool(found.accepted) + found.problems))
+    replayed = replay_journals(session, workflow['id'], run_id, directories, False)
+    brought = f"{counted(replayed.accepted, 'completion')} taken in from journals of runners"
+    return printable_line('; '.join([brought] * bool(replayed.accepted) + replayed.problems))
 
 
 def take_in_first(session: Session, workflow: Dict[str, Any], output_dir: str,
@@ -28774,24 +28678,29 @@ def replay_pieces(entries: Iterable[Dict[str, Any]]) -> Iterator[List[Dict[str, 
         yield piece
 
 
-def describe_replay(session: Session, args: Arguments, found: Replayed) -> Answer:
-    """What journals have brought; to stderr what is to be looked at."""
+def cmd_reconcile(session: Session, args: Arguments) -> Answer:
+    """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
+    workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
+    if is_missing(base_dir):
+        raise BadInput(f'directory {base_dir} not found: name the output directory of the '
+                       'runners, or one above it, with --base-dir')
+    session.workflow(workflow_id)   # refused before thousands of files are read
+    found = replay_journals(session, workflow_id, run_id, [base_dir])
     num_files, total, num_rejected = len(found.sizes), sum(found.sizes.values()), len(found.rejected)
     value = {'files': num_files, 'total_completions': total, 'accepted': found.accepted,
              'rejected': num_rejected, 'known': found.known, 'problems': found.problems,
              'journals': [{'path': path, 'completions': count} for path, count in found.sizes.items()]}
-    of_run = f"workflow_id={args['workflow_id']} run_id={args['run_id']}"
+    of_run = f'workflow_id={workflow_id} run_id={run_id}'
     lines = [f'Reconciled {of_run}: {num_files} file(s), {total} completion(s) '
              f'({found.accepted} accepted, {num_rejected} rejected)']
     lines += [f"  {path}: {counted(count, 'completion')}" for path, count in found.sizes.items()]
-    session.report(*found.problems)
     reasons = collections.Counter(found.rejected).most_common()
-    session.report(*(f"rejected: {counted(count, 'completion')}: {message}"
-                     for message, count in reasons[:PROBLEMS_SHOWN]))
+    session.report(*found.problems, *(f"rejected: {counted(count, 'completion')}: {message}"
+                                      for message, count in reasons[:PROBLEMS_SHOWN]))
     if len(reasons) > PROBLEMS_SHOWN:
         session.report(f'... and for {len(reasons) - PROBLEMS_SHOWN} more reasons')
     if not num_files:
-        session.inform(f"no journal of {of_run} was found below {args['base_dir']}")
+        session.inform(f'no journal of {of_run} was found below {base_dir}')
     elif not found.accepted and not num_rejected:
         session.inform(f"nothing was new: {counted(found.known, 'completion')} had been taken in before")
     return Answer(value, lines)
@@ -28823,34 +28732,28 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
 
 
 def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str, is_dry_run: bool = False,
-             has_journals: bool = False) -> Dict[str, Any]:
-    """What cmd_sync_status() does, on the way to something else; doubts go to the user."""
-    if not has_journals:        # they were not taken in just now
+             has_journals: bool = False, submits: bool = False) -> Dict[str, Any]:
+    """Find allocations that are gone, and jobs that nobody runs, and set them right.
+
+    What runners have kept counts first, unless it was just taken in: what has ended would else be ready again.
+    With `submits` what a killed command has left is submitted, and doubts are left to the caller.
+    """
+    if not has_journals:
         take_in_first(session, workflow, output_dir, is_dry_run)
+    if submits and not is_dry_run:
+        session.report(*go_on_submitting(session, workflow))
     cleaned = clean_up_allocations(session, workflow['id'], is_dry_run)
     if cleaned['compute_nodes_deactivated'] and not is_dry_run:     # what their recovery scripts held up
         take_in_first(session, workflow, output_dir)
-    session.report(*(printable_line(f'warning: {doubt}') for doubt in cleaned['doubts']))
+    if not submits:
+        session.report(*(printable_line(f'warning: {doubt}') for doubt in cleaned['doubts']))
     return cleaned
 
 
 def cmd_sync_status(session: Session, args: Arguments) -> Answer:
-    """Find allocations that are gone, and jobs that nobody runs, and set them right.
-
-    What runners of theirs have kept counts first: what has ended would else be ready again.
-    """
-    workflow, is_dry_run = session.workflow(choose_workflow(session, args)), bool(args['dry_run'])
-    take_in_first(session, workflow, args['output_dir'], is_dry_run)
-    if not is_dry_run:
-        session.report(*go_on_submitting(session, workflow))
-    found = clean_up_allocations(session, workflow['id'], is_dry_run)
-    if found['compute_nodes_deactivated'] and not is_dry_run:   # what their recovery scripts held up
-        take_in_first(session, workflow, args['output_dir'])
-    return Answer(found, format_synced(found))
-
-
-def format_synced(found: Dict[str, Any]) -> str:
-    """What `sync-status` has done, or would do, for people."""
+    """Clean up, and say what was done, or would be."""
+    workflow = session.workflow(choose_workflow(session, args))
+    found = clean_up(session, workflow, args['output_dir'], bool(args['dry_run']), submits=True)
     would, lines = 'would be ' if found['dry_run'] else '', []
     for row in found['allocations']:
         lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
@@ -28865,7 +28768,7 @@ def format_synced(found: Dict[str, Any]) -> str:
     alive = found['alive']
     lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
                  f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
-    return format_lines(lines)
+    return Answer(found, lines)
 
 
 # -------- slurm regenerate --------
@@ -28896,10 +28799,7 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
 
 def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
                       found: Optional[Dict[str, Any]] = None) -> Regeneration:
-    """New schedulers, and links of chains, for the jobs that are left; what can be refused is.
-
-    `found` is what get_demand() will answer.
-    """
+    """New schedulers and links of chains for what is left. `found` is what get_demand() will answer."""
     number = workflow['id']
     found = found or session.call('get_demand', workflow_id=number)
     demand, is_begun = read_demand(found, options), 'uninitialized' not in found['statuses']
@@ -29208,10 +29108,7 @@ class RecoveryPlan(Row):
 
 def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
            has_journals: bool = False) -> Evidence:
-    """Clean up, and find out why jobs failed. Refused while somebody is at work, or before anybody was.
-
-    `has_journals`: they were taken in just now.
-    """
+    """Clean up, and find out why jobs failed. Refused while somebody is at work, or before anybody was."""
     session.client.need_server()       # it ends the jobs of runners that were killed
     number = workflow['id']
     cleaned = clean_up(session, workflow, args['output_dir'], args['dry_run'], has_journals)
@@ -29519,10 +29416,7 @@ def submit_recovered(session: Session, workflow: Dict[str, Any], plan: RecoveryP
 
 def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments,
                      settings: Dict[str, Any]) -> Dict[str, Any]:
-    """Let failed jobs run again with what they lacked, without questions: the JSON of `recover`.
-
-    Journals have been taken in. Refused where nothing can be recovered, or somebody is at work.
-    """
+    """The JSON of `recover` without questions, after journals were taken in. Refused if nothing can be done."""
     args = dict(args, dry_run=False, retry_canceled=False)
     found = gather(session, workflow, args, True)
     plan = plan_recovery(session, found, args, settings)
@@ -29750,10 +29644,7 @@ MOST_WATCH_STEPS = 8        # in one poll
 
 
 class WatchLock:
-    """The file by which only one process watches a workflow; it also keeps what a watch counts.
-
-    The kernel unlocks it however the process ends. OSError, or Refused if another one watches.
-    """
+    """The file by which only one process watches a workflow, until that ends; it keeps what a watch counts."""
 
     def __init__(self, directory: str, number: int) -> None:
         path = os.path.join(directory, f'watch_wf{number}.lock')
@@ -31446,7 +31337,7 @@ COMMANDS = (
         Argument('-g --access-group', 'GROUP', 'those that this access group may use, of all users',
                  count='*')), 'workflows list', True),
     Command('workflows get', shows('get_workflow'), 'show a workflow', (ASKED_WF,), 'workflows get 1'),
-    Command('workflows update', cmd_workflows_update, 'change a workflow', (
+    Command('workflows update', cmd_update, 'change a workflow', (
         ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
         Argument('--owner-user', 'USER', 'new owner', key='user'),
         Argument('--project', 'NAME', 'new project'),
@@ -31535,7 +31426,7 @@ COMMANDS = (
         Argument('--memory-per-job', 'MEMORY', 'memory of each', normalize_memory, default='1m'),
         Argument('--runtime-per-job', 'DURATION', 'longest run time of each', normalize_duration,
                  default=DEFAULT_RUNTIME)), 'jobs create-from-file 1 commands.txt'),
-    Command('jobs list', cmd_jobs_list, 'list jobs', (
+    Command('jobs list', cmd_list, 'list jobs', (
         ASKED_WF, Argument('-s --status', 'STATUS', 'only in this status', parse_status),
         Argument('--upstream-job-id', 'JOB', 'only jobs that depend on this one', parse_id), *PAGE_OPTIONS,
         Argument('--include-relationships', '', 'JSON: include the ids of files and prerequisites'),
@@ -31690,7 +31581,7 @@ COMMANDS = (
     Command('slurm list', lists('list_slurm_schedulers', SCHEDULER_COLUMNS, 'Slurm schedulers'),
         'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), 'slurm list 1', True),
     Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
-    Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
+    Command('slurm delete', cmd_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
     Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
         ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many (default: 1; of a chain what its jobs take)',
                            at_least(1)),
