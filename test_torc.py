@@ -18265,8 +18265,6 @@ class RunTest(CommandTest):
             with self.subTest(name):
                 self.assertEqual(wanted, (torc.outcome_exit(outcome), torc.words_to_go_on({'jobs_by_status': counts, 'is_canceled': False})))
                 self.assertEqual((130, 1), tuple(torc.outcome_exit(outcome._replace(**how)) for how in ({'interrupted_by': 2}, {'is_canceled': True})))
-                if name in ('failed', 'canceled', 'terminated'):
-                    self.assertEqual(1, torc.outcome_exit(outcome._replace(jobs_by_status={}, **{name: 1})), 'no server any more')
         for counts, is_canceled, was_interrupted, words in (
                 ({'failed': 1, 'ready': 1}, False, False, retry), ({'failed': 1, 'ready': 1}, False, True, []), ({'failed': 1, 'running': 1}, False, False, []),
                 ({'failed': 1, 'ready': 1}, True, True, retry)):
@@ -19385,7 +19383,7 @@ class PlanAllocationsTest(CommandTest):
                                           (8, 4, 0, 'chunked', 4, 2), (8, 4, 21, 'many-small', 8, 1), (3, 2, 0, 'chunked', 2, 2)):
             made = types.SimpleNamespace(num_allocations=n, nodes=1, walltime_s=3600)
             found = torc.advise(made, {'idle_nodes': idle, 'total_nodes': 10, 'pending_nodes': pending})
-            self.assertEqual(wanted, [found.strategy, found.num_allocations, found.nodes], (n, idle, pending))
+            self.assertEqual(wanted, [found[2], *found[:2]], (n, idle, pending))
         made = types.SimpleNamespace(num_allocations=8, nodes=2, walltime_s=3600)
         self.assertEqual((8, 2, 'default'), torc.advise(made, None)[:3])
     def test_each_program_is_called_once_for_all_partitions_and_json_has_torcs_keys(self):

@@ -24114,11 +24114,6 @@ class Heading(Row):
                         # columns; '>': ours, and in a table on a line of its own below the row
 
 
-def itself(value: Any) -> Any:
-    """A value that needs no other form in a cell than format_cell() gives it."""
-    return value
-
-
 def table_cells(headings: Sequence[Heading], items: Iterable[Dict[str, Any]]) -> List[List[Any]]:
     """Objects -> rows of cells."""
     return [[heading.show(item.get(heading.key) if heading.key else item) for heading in headings]
@@ -24568,7 +24563,6 @@ class Progress:
         self.clock = clock
         self.started_at = clock()
         self.shown_at = float('-inf')   # when the last line of progress was written
-        self.counts: Dict[str, int] = {}
         self.first_done: Optional[int] = None   # jobs that were done before we started: no part of the rate
         self.has_line = False           # an unfinished line stands on the terminal
 
@@ -24576,7 +24570,6 @@ class Progress:
         """Called once per turn with the workflow's 'total', 'done', 'running', 'failed', 'canceled' jobs."""
         if self.first_done is None:
             self.first_done, self.started_at = counts.get('done', 0), self.clock()
-        self.counts = counts
         now = self.clock()
         every_s = REFRESH_EVERY_S if self.style.is_terminal else PROGRESS_EVERY_S
         if not self.is_quiet and now - self.shown_at >= every_s:
@@ -25327,30 +25320,20 @@ class Session:
         """Show what a command has returned, in the requested format; its exit code."""
         if found is None or isinstance(found, int):
             return found or 0
-        if isinstance(found, Listing):
-            self.show_list(*found)
-            return 0
-        value, text, style, code = found
+        is_list, value = isinstance(found, Listing), found.value
         if self.format == 'json':
-            self.show_json(value)
-        elif isinstance(text, str):
-            self.show(text, style)
-        else:
-            self.show(format_record(value) if text is None else format_lines(text))
-        return code
-
-    def show_list(self, headings: Sequence[Heading], items: List[Dict[str, Any]], what: str,
-                  value: Any = None) -> None:
-        """A Listing in the requested format."""
-        if self.format == 'json':
-            self.show_json({'items': items} if value is None else value)
-        elif self.format != 'table' or items:
+            self.show_json({'items': found.items} if is_list and value is None else value)
+        elif not is_list:
+            text = format_record(value) if found.text is None else found.text
+            self.show(text if isinstance(text, str) else format_lines(text), found.style)
+        elif self.format != 'table' or found.items:
             style = style_of(self.out, os.environ)
-            self.show(format_list(headings, items, self.format, style), style)
+            self.show(format_list(found.headings, found.items, self.format, style), style)
             if self.format == 'table':
-                self.show(f'\nTotal: {len(items)}\n')
+                self.show(f'\nTotal: {len(found.items)}\n')
         else:
-            self.show(f'No {what} found\n')
+            self.show(f'No {found.what} found\n')
+        return 0 if is_list else found.code
 
     def confirm(self, question: str) -> bool:
         """Ask before something is lost. --no-prompts says yes, as does -f json where there is no terminal."""
@@ -25679,7 +25662,7 @@ def headings_of(text: str) -> Tuple[Heading, ...]:
     """'ID=id, -Path=path, >Reason=reason' -> headings: place, title, key."""
     headings = []
     for place, title, key in re.findall(r'([-+>]?)([^=]+)=([^,]+)(?:, )?', text):
-        show = SHOWN_OBJECTS.get(key) or SHOWN_VALUES.get(key, itself)
+        show = SHOWN_OBJECTS.get(key) or SHOWN_VALUES.get(key, lambda value: value)
         headings.append(Heading(title, '' if key in SHOWN_OBJECTS else key, show, place))
     return tuple(headings)
 
@@ -27426,23 +27409,35 @@ def output_words(options: RunnerOptions) -> List[str]:
     return [] if options.output_dir == DEFAULT_OUTPUT_DIR else ['-o', options.output_dir]
 
 
-def logs_words(workflow: Dict[str, Any], options: RunnerOptions) -> List[str]:
-    """What `logs` needs to find a runner's output: it looks in the directory of the workflow's creation."""
-    base, given = base_directory(workflow), os.path.abspath(options.output_dir)
-    if os.path.realpath(given) == os.path.realpath(os.path.join(base, DEFAULT_OUTPUT_DIR)):
-        return []
-    return ['-o', options.output_dir if os.path.realpath(base) == os.path.realpath('.') else given]
+def outcome_exit(outcome: RunOutcome) -> int:
+    """Exit code of `run`: 1 when any job of the workflow ended badly or is left undone, whoever ran it."""
+    if outcome.interrupted_by:
+        return 130
+    is_undone = any(outcome.jobs_by_status.get(row.name) for row in STATUSES if row.is_bad or not row.is_done)
+    return 1 if outcome.is_canceled or is_undone else 0
+
+
+REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no job could be claimed',
+                    'output': 'its output directory could not be written to',
+                    'deadline': "the runner's time is over"}
 
 
 def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
                    options: RunnerOptions) -> None:
     """The summary: counts, why jobs failed, what others wait for, how to continue."""
-    if session.options['quiet'] and outcome_exit(outcome) == 0:
+    number, code, counts = workflow['id'], outcome_exit(outcome), outcome.jobs_by_status
+    if session.options['quiet'] and code == 0:
         return
-    number = workflow['id']
-    session.report(f"Workflow {number} ({workflow['name']}) {describe_end(outcome)}")
+    ended = ('was interrupted' if outcome.interrupted_by else 'was canceled' if outcome.is_canceled else
+             f'is not complete ({REASONS_TO_LEAVE.get(outcome.reason, outcome.reason)})'
+             if not outcome.is_complete else 'has ended' if code else 'is complete')
+    session.report(f"Workflow {number} ({workflow['name']}) {ended} after {format_seconds(outcome.wall_s)}: "
+                   + format_counts(counts))
     report_reasons(session, number)
-    directory_words = logs_words(workflow, options)
+    # `logs` looks in the directory of the workflow's creation.
+    base, given = map(os.path.realpath, (base_directory(workflow), options.output_dir))
+    directory_words = [] if given == os.path.realpath(os.path.join(base, DEFAULT_OUTPUT_DIR)) else [
+        '-o', options.output_dir if base == os.path.realpath('.') else os.path.abspath(options.output_dir)]
     if outcome.failed_jobs:
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *directory_words)
         session.report(f"See more: {logs}; {command_line(session, 'results', 'list', number, '--failed')}")
@@ -27450,10 +27445,10 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
         report_unwritten_data(session, number)
     directory = os.path.join(options.output_dir, 'job_stdio')
     session.report(f"Output: {directory} ({command_line(session, 'logs', number, *directory_words)})")
-    status = {'jobs_by_status': outcome_counts(outcome), 'is_canceled': outcome.is_canceled}
-    is_elsewhere = outcome.reason in ('stuck', 'idle') and status['jobs_by_status'].get('ready')
-    report_way_on(session, workflow, words_to_go_on(status, bool(outcome.interrupted_by)),
-                  output_words(options), ', where the rest can run' if is_elsewhere else ' from here')
+    words = words_to_go_on(outcome._asdict(), bool(outcome.interrupted_by))
+    is_elsewhere = outcome.reason in ('stuck', 'idle') and counts.get('ready')
+    report_way_on(session, workflow, words, output_words(options),
+                  ', where the rest can run' if is_elsewhere else ' from here')
     database = session.client.database
     if database and is_deleted(database):
         session.report(f'The database {database} was deleted during the run: its results are lost')
@@ -27467,39 +27462,6 @@ def report_unwritten_data(session: Session, workflow_id: int) -> None:
             items = session.items('list_user_data', workflow_id=workflow_id)
             names = first_of([item['name'] for item in items if item['id'] in set(ids)], CANDIDATES_SHOWN)
             session.report(f'warning: jobs have ended, and these user data have no value: {names}')
-
-
-REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no job could be claimed',
-                    'output': 'its output directory could not be written to',
-                    'deadline': "the runner's time is over"}
-
-
-def describe_end(outcome: RunOutcome) -> str:
-    """How a run ended, with the counts of the whole workflow."""
-    if outcome.interrupted_by:
-        ended = 'was interrupted'
-    elif outcome.is_canceled:
-        ended = 'was canceled'
-    elif outcome.is_complete:
-        ended = 'has ended' if outcome_exit(outcome) else 'is complete'
-    else:
-        ended = f'is not complete ({REASONS_TO_LEAVE.get(outcome.reason, outcome.reason)})'
-    return f'{ended} after {format_seconds(outcome.wall_s)}: {format_counts(outcome_counts(outcome))}'
-
-
-def outcome_counts(outcome: RunOutcome) -> Dict[str, int]:
-    """Jobs of the workflow by status; those of our own, if nothing is known of the others."""
-    own = {key: getattr(outcome, key) for key in ('completed', 'failed', 'terminated', 'canceled')}
-    return outcome.jobs_by_status or own
-
-
-def outcome_exit(outcome: RunOutcome) -> int:
-    """Exit code of `run`: 1 when any job of the workflow ended badly or is left undone, whoever ran it."""
-    if outcome.interrupted_by:
-        return 130
-    counts = outcome_counts(outcome)
-    is_undone = any(counts.get(row.name) for row in STATUSES if row.is_bad or not row.is_done)
-    return 1 if outcome.is_canceled or is_undone else 0
 
 
 def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
@@ -28357,7 +28319,7 @@ def cmd_hpc_match(session: Session, args: Arguments) -> Optional[Answer]:
              'best_partition': None if best is None else partition_record(best)}
     if best is None or session.format == 'json':
         return Answer(value, '' if best else f'No partition fits: {explain_misfit(partitions, needs)}\n')
-    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions')
+    session.present(Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions'))
     session.show(f'Best: {best.name}\n')
     return None
 
@@ -28453,76 +28415,51 @@ NODE_STATES = (('idle_nodes', ('idle',)), ('mixed_nodes', ('mix',)), ('allocated
                ('down_nodes', ('down', 'drain', 'fail', 'unk')))
 
 
-def count_nodes(text: str) -> Dict[str, Dict[str, int]]:
-    """Output of sinfo (%P|%T|%D) -> nodes of each partition: in all, idle, mixed, allocated, lost."""
-    counts = {}     # type: Dict[str, Dict[str, int]]
-    for name, state, nodes in read_slurm_rows(text, 3):
-        number = parse_least(nodes)
-        if number is not None:
-            row = counts.setdefault(name.rstrip('*'), collections.Counter())
-            row['total_nodes'] += number
-            for key, words in NODE_STATES:
-                row[key] += number * (state.lower().startswith(words) and not state.endswith('*'))
-    return counts
-
-
-def count_queue(text: str) -> Dict[str, Dict[str, int]]:
-    """Output of squeue (%P|%T|%D) -> jobs and nodes that wait and run in each partition."""
-    counts = {}     # type: Dict[str, Dict[str, int]]
-    for names, word, nodes in read_slurm_rows(text, 3):
-        state, number = SLURM_STATES.get(parse_slurm_state(word)), parse_least(nodes)
-        if state is not None and number is not None and not state.is_ended:
-            kind = 'pending' if state.is_pending else 'running'
-            for name in names.split(','):       # a job that waits may name several
-                row = counts.setdefault(name, collections.Counter())
-                row[f'{kind}_jobs'] += 1
-                row[f'{kind}_nodes'] += number
-    return counts
-
-
 STATE_KEYS = ('partition', 'total_nodes', 'idle_nodes', 'mixed_nodes', 'allocated_nodes', 'down_nodes',
               'pending_jobs', 'pending_nodes', 'running_jobs', 'running_nodes')
 
 
 def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
     """How full partitions are, by one call of sinfo and one of squeue."""
-    replies = []
+    replies, counts = [], {name: collections.Counter() for name in names}   # type: List[Reply], Dict[str, Any]
     for program, *words in (('sinfo', '-e'), ('squeue',)):
         replies.append(ask_slurm(slurm_argv(program, *words, '-h', '-o', '%P|%T|%D', '-p', ','.join(names))))
         if replies[-1].code:
             raise Refused(f'cannot ask {program} how full partitions are: {explain_reply(replies[-1])}; '
                           'to plan without it: --offline')
-    counts, waiting = count_nodes(replies[0].out), count_queue(replies[1].out)
-    rows = [{'partition': name, **counts.get(name, {}), **waiting.get(name, {})} for name in names]
-    return [{key: row.get(key, 0) for key in STATE_KEYS} for row in rows]
+    for name, state, nodes in read_slurm_rows(replies[0].out, 3):
+        row, number = counts.get(name.rstrip('*')), parse_least(nodes) or 0
+        if row is not None:
+            row['total_nodes'] += number
+            for key, words in NODE_STATES:
+                row[key] += number * (state.lower().startswith(words) and not state.endswith('*'))
+    for several, word, nodes in read_slurm_rows(replies[1].out, 3):
+        state, number = SLURM_STATES.get(parse_slurm_state(word)), parse_least(nodes)
+        if state is not None and number is not None and not state.is_ended:
+            kind = 'pending' if state.is_pending else 'running'
+            for name in counts.keys() & several.split(','):     # a job that waits may name several
+                counts[name].update({f'{kind}_jobs': 1, f'{kind}_nodes': number})
+    return [{key: name if key == 'partition' else counts[name][key] for key in STATE_KEYS} for name in names]
 
 
-class Advice(Row):
-    """How many allocations of how many nodes to ask for."""
-    num_allocations: int
-    nodes: int
-    strategy: str
-    reason: str
-
-
-def advise(made: PlannedScheduler, state: Optional[Dict[str, Any]]) -> Advice:
-    """One large allocation, many small ones, or some between: by the nodes that are idle, as Torc decides."""
+def advise(made: PlannedScheduler, state: Optional[Dict[str, Any]]) -> Tuple[int, int, str, str]:
+    """How many allocations of how many nodes, the strategy and why, by the nodes that are idle, as in Torc."""
     n, width = made.num_allocations, made.nodes
     shown = f"{n} allocations x {width} node{'s' if width > 1 else ''}"
     if state is None:
-        return Advice(n, width, 'default', f'Offline mode: {shown} (ideal from workflow analysis)')
+        return n, width, 'default', f'Offline mode: {shown} (ideal from workflow analysis)'
     if n <= 1:
-        return Advice(n, width, 'single', 'one allocation is enough')
+        return n, width, 'single', 'one allocation is enough'
     idle = state['idle_nodes'] // width
     pressure = state['pending_nodes'] / max(1, state['total_nodes'])
     facts = (f"{state['idle_nodes']} of {state['total_nodes']} nodes are idle, jobs wait for "
              f"{state['pending_nodes']}")
     if idle >= n and pressure < 0.5:
-        return Advice(1, n * width, 'single', f'{facts}: all nodes can start at once')
+        return 1, n * width, 'single', f'{facts}: all nodes can start at once'
     if idle < (n + 2) // 3 or pressure > 2:
-        return Advice(n, width, 'many-small', f'{facts}: small allocations start sooner')
+        return n, width, 'many-small', f'{facts}: small allocations start sooner'
     chunk = max(2, min(idle // 2, 8, n // 2))
-    return Advice(-(-n // chunk), chunk * width, 'chunked', f'{facts}: some nodes at a time')
+    return -(-n // chunk), chunk * width, 'chunked', f'{facts}: some nodes at a time'
 
 
 def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
@@ -28535,12 +28472,11 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
     for scheduler in made.plan.schedulers:
         partition, walltime = scheduler.partition.name, format_walltime(scheduler.walltime_s)
         group = ', '.join(made.classes[number].name for number in sorted(scheduler.class_numbers))
-        advice = advise(scheduler, by_name.get(partition))
+        number, nodes, strategy, reason = advise(scheduler, by_name.get(partition))
         recommendations.append({
-            'group_name': group, 'partition': partition, 'num_allocations': advice.num_allocations,
-            'nodes_per_allocation': advice.nodes, 'total_nodes': advice.num_allocations * advice.nodes,
-            'strategy': advice.strategy, 'reason': advice.reason, 'walltime': walltime,
-            'job_count': len(scheduler.jobs)})
+            'group_name': group, 'partition': partition, 'num_allocations': number,
+            'nodes_per_allocation': nodes, 'total_nodes': number * nodes, 'strategy': strategy,
+            'reason': reason, 'walltime': walltime, 'job_count': len(scheduler.jobs)})
         groups.append({'name': group, 'partition': partition, 'job_count': len(scheduler.jobs),
                        'walltime': walltime, 'ideal_nodes': scheduler.num_allocations * scheduler.nodes})
     widths = collections.Counter(find_levels(made.graph))
@@ -28572,26 +28508,17 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
 REPLAY_BYTES = 2 ** 20      # of completions in one request, so that no other waits long for the server
 
 
-class Replayed(Row):
-    """What journals held, and what the server has made of it."""
-    sizes: Dict[str, int]       # path -> completions
-    accepted: int
-    known: int
-    rejected: List[str]         # why, for each
-    problems: List[str]         # for people
-
-
 def replay_journals(session: Session, workflow_id: int, run_id: int, directories: Sequence[str],
-                    is_asked: bool = True) -> Replayed:
-    """Bring what journals below directories hold to the server. What it has already does no harm.
+                    is_asked: bool = True) -> Tuple[Dict[str, Any], List[str]]:
+    """Bring what journals below directories hold to the server: the JSON of `reconcile`, why what was rejected.
 
     Unless it `is_asked` for, only what says of which database it is, as Torc's journals do not: ids begin at
     1 in each, and an old journal would end jobs that never ran. And all or, if one cannot be read now,
     nothing (OSError): what is in it must not be taken for lost.
     """
-    sizes, entries, left = {}, [], []   # type: Dict[str, int], List[Dict[str, Any]], List[Dict[str, Any]]
-    problems = []       # type: List[str]
+    journals, entries, left = [], [], []    # type: List[Dict[str, Any]], List[Dict], List[Dict[str, Any]]
     searched = [find_journals(directory, workflow_id, run_id) for directory in directories]
+    problems = [problem for _, passed_over in searched for problem in passed_over]
     for path in (path for paths, _ in searched for path in paths):
         try:
             found = read_journal(path)
@@ -28606,7 +28533,7 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, directories
             problems.append(f'{path}: {others} without the name of a database: if it is this one, `workflows '
                             'reconcile` takes them in')
         problems += [found.problem] if found.problem else []
-        sizes[path] = len(ours)
+        journals.append({'path': path, 'completions': len(ours)})
         entries += ours
         left += found.left
     bodies = [{'completions': piece} for piece in replay_pieces(entries)]   # type: List[Dict[str, Any]]
@@ -28614,9 +28541,10 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, directories
     answers = [session.call('replay_completions', dict(body, run_id=run_id), workflow_id=workflow_id)
                for body in bodies]
     rejected = [row['message'] for answer in answers for row in answer['rejected']]
-    return Replayed(sizes, sum(len(answer['accepted']) for answer in answers),
-                    sum(answer['known'] for answer in answers), rejected,
-                    [problem for _, passed_over in searched for problem in passed_over] + problems)
+    return {'files': len(journals), 'total_completions': len(entries),
+            'accepted': sum(len(answer['accepted']) for answer in answers), 'rejected': len(rejected),
+            'known': sum(answer['known'] for answer in answers), 'problems': problems,
+            'journals': journals}, rejected
 
 
 def is_directory_there(path: str) -> bool:
@@ -28646,9 +28574,9 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
         places = [place for place in directories if find_journals(place, workflow['id'], run_id)[0]]
         return printable_line(f'journals in {first_of(places)} would be taken in first: no job whose end is '
                               'in them would be failed') if places else ''
-    replayed = replay_journals(session, workflow['id'], run_id, directories, False)
-    brought = f"{counted(replayed.accepted, 'completion')} taken in from journals of runners"
-    return printable_line('; '.join([brought] * bool(replayed.accepted) + replayed.problems))
+    replayed, _ = replay_journals(session, workflow['id'], run_id, directories, False)
+    brought = f"{counted(replayed['accepted'], 'completion')} taken in from journals of runners"
+    return printable_line('; '.join([brought] * bool(replayed['accepted']) + replayed['problems']))
 
 
 def take_in_first(session: Session, workflow: Dict[str, Any], output_dir: str,
@@ -28685,25 +28613,21 @@ def cmd_reconcile(session: Session, args: Arguments) -> Answer:
         raise BadInput(f'directory {base_dir} not found: name the output directory of the '
                        'runners, or one above it, with --base-dir')
     session.workflow(workflow_id)   # refused before thousands of files are read
-    found = replay_journals(session, workflow_id, run_id, [base_dir])
-    num_files, total, num_rejected = len(found.sizes), sum(found.sizes.values()), len(found.rejected)
-    value = {'files': num_files, 'total_completions': total, 'accepted': found.accepted,
-             'rejected': num_rejected, 'known': found.known, 'problems': found.problems,
-             'journals': [{'path': path, 'completions': count} for path, count in found.sizes.items()]}
+    found, rejected = replay_journals(session, workflow_id, run_id, [base_dir])
     of_run = f'workflow_id={workflow_id} run_id={run_id}'
-    lines = [f'Reconciled {of_run}: {num_files} file(s), {total} completion(s) '
-             f'({found.accepted} accepted, {num_rejected} rejected)']
-    lines += [f"  {path}: {counted(count, 'completion')}" for path, count in found.sizes.items()]
-    reasons = collections.Counter(found.rejected).most_common()
-    session.report(*found.problems, *(f"rejected: {counted(count, 'completion')}: {message}"
-                                      for message, count in reasons[:PROBLEMS_SHOWN]))
+    lines = [f"Reconciled {of_run}: {found['files']} file(s), {found['total_completions']} completion(s) "
+             f"({found['accepted']} accepted, {found['rejected']} rejected)"]
+    lines += [f"  {row['path']}: {counted(row['completions'], 'completion')}" for row in found['journals']]
+    reasons = collections.Counter(rejected).most_common()
+    session.report(*found['problems'], *(f"rejected: {counted(count, 'completion')}: {message}"
+                                         for message, count in reasons[:PROBLEMS_SHOWN]))
     if len(reasons) > PROBLEMS_SHOWN:
         session.report(f'... and for {len(reasons) - PROBLEMS_SHOWN} more reasons')
-    if not num_files:
+    if not found['files']:
         session.inform(f'no journal of {of_run} was found below {base_dir}')
-    elif not found.accepted and not num_rejected:
-        session.inform(f"nothing was new: {counted(found.known, 'completion')} had been taken in before")
-    return Answer(value, lines)
+    elif not found['accepted'] and not rejected:
+        session.inform(f"nothing was new: {counted(found['known'], 'completion')} had been taken in before")
+    return Answer(found, lines)
 
 
 # -------- sync-status --------
