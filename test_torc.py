@@ -1480,7 +1480,7 @@ class FilesTest(WorldTest):
                 os.chmod(folder, int(row['above'], 8))
                 inside = [torc.make_subdirectory(folder, 'in') for _ in range(2)]
                 with unittest.mock.patch('os.umask'):       # other threads make files meanwhile
-                    torc.write_result(self.world.path('result'), 'result')
+                    torc.write_atomically(self.world.path('result'), b'result', None)
             finally:
                 os.umask(before)
             with self.subTest(row):

@@ -24423,25 +24423,23 @@ def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
                    program: str = 'torc.py') -> str:
     """The answer of `explain` for people: a sentence, then what waits for what, and what to do."""
     status = waiting['status']
-    parts = {
-        'Ready jobs': [format_ready_group(group) for group in waiting['ready']],
-        'Allocations': [format_allocation(row, now) for row in waiting['allocations'][:ALLOCATIONS_SHOWN]],
-        'Runners': [format_runner(runner) for runner in waiting['runners'][:RUNNERS_SHOWN]],
-        'Actions': [format_waiting_action(action) for action in waiting['actions']]}
-    hidden = {
-        'Ready jobs': status['jobs_by_status']['ready'] * (not status['is_canceled'])
-        - sum(group['count'] for group in waiting['ready']),
-        'Allocations': status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
-        - len(parts['Allocations']),
-        'Runners': status['active_compute_nodes'] - len(parts['Runners'])}
-    for name, number in hidden.items():
-        parts[name] += [f'{number} more'] if number > 0 else []
-    if waiting['slurm'] and waiting['slurm']['error']:
-        parts['Allocations'].append(f"Slurm could not be asked: {waiting['slurm']['error']}")
+    num_ready = status['jobs_by_status']['ready'] * (not status['is_canceled'])
+    num_allocations = status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+    error = (waiting['slurm'] or {}).get('error')
+    parts = (   # title, lines, number of others
+        ('Ready jobs', list(map(format_ready_group, waiting['ready'])),
+         num_ready - sum(group['count'] for group in waiting['ready'])),
+        ('Allocations', [format_allocation(row, now) for row in waiting['allocations'][:ALLOCATIONS_SHOWN]],
+         num_allocations - ALLOCATIONS_SHOWN),
+        ('Runners', list(map(format_runner, waiting['runners'][:RUNNERS_SHOWN])),
+         status['active_compute_nodes'] - RUNNERS_SHOWN),
+        ('Actions', list(map(format_waiting_action, waiting['actions'])), 0))
     lines = [format_title(status), '', waiting['summary']]
     explained = format_reasons(dict(status, explanation=waiting['explanation']), style, program, True)
     lines += [''] + explained if explained else []
-    for name, found in parts.items():
+    for name, found, hidden in parts:
+        found += [f'{hidden} more'] if hidden > 0 else []
+        found += [f'Slurm could not be asked: {error}'] if error and name == 'Allocations' else []
         lines += ['', name] + [f'  {printable_line(text)}' for text in found] if found else []
     lines += ['', *map(printable_line, waiting['next_steps'])] if waiting['next_steps'] else []
     return '\n'.join(lines) + '\n'
@@ -24880,17 +24878,12 @@ class SeriesFile:
         return {number: (finite(peak[0] if peak else 0) or 0.0, printable_line(str(name)))
                 for number, name, *peak in self.rows('job_metadata', '*')}
 
-    def job_samples(self, job_id: int) -> List[Sample]:
-        """Samples of a job, by time."""
-        rows = self.rows('job_resource_samples', 'timestamp, cpu_percent, memory_bytes, num_processes',
-                         'WHERE job_id = ? AND timestamp IS NOT NULL ORDER BY timestamp', job_id)
-        return [tuple(map(finite, row)) for row in rows]
-
-    def node_samples(self) -> List[Sample]:
-        """Samples of the node, by time; its whole memory in the place of processes."""
-        rows = self.rows('system_resource_samples',
-                         'timestamp, cpu_percent, memory_bytes, total_memory_bytes',
-                         'WHERE timestamp IS NOT NULL ORDER BY timestamp')
+    def samples(self, job_id: Optional[int] = None) -> List[Sample]:
+        """Samples of a job, or of the node with its whole memory in the place of processes, by time."""
+        table, last, condition, *values = ('job_resource_samples', 'num_processes', 'job_id = ? AND', job_id) \
+            if job_id is not None else ('system_resource_samples', 'total_memory_bytes', '')
+        rows = self.rows(table, f'timestamp, cpu_percent, memory_bytes, {last}',
+                         f'WHERE {condition} timestamp IS NOT NULL ORDER BY timestamp', *values)
         return [tuple(map(finite, row)) for row in rows]
 
     def node_summary(self) -> Optional[List[Optional[float]]]:
@@ -24975,18 +24968,6 @@ class JobPeaks(Row):
     id: int
     name: str
     peaks: Dict[str, float]         # by axis
-    averages: Dict[str, float]
-
-
-def peaks_of(number: int, known: Tuple[float, str], series: Recorded) -> JobPeaks:
-    """What the overview keeps of a job. Its results may know a higher peak of memory than its samples."""
-    values = {axis: [sample[AXES[axis].place] for _, samples in series for sample in samples
-                     if sample[AXES[axis].place] is not None] or [0.0]
-              for axis in ('cpu', 'memory', 'processes')}
-    peaks = {axis: max(found) for axis, found in values.items()}
-    peaks['memory'] = max(peaks['memory'], known[0])
-    averages = {axis: sum(found) / len(found) for axis, found in values.items()}
-    return JobPeaks(number, known[1], peaks, averages)
 
 
 def describe_span(series: Recorded) -> str:
@@ -24997,12 +24978,19 @@ def describe_span(series: Recorded) -> str:
     return f'{words} from {format_local_time(format_time(min(times)))}'
 
 
-def job_figure(job: JobPeaks, series: Recorded) -> Figure:
-    """CPU, memory and processes of one job over time."""
-    facts = [f'{word}: peak {AXES[axis].show(job.peaks[axis])}, average {AXES[axis].show(job.averages[axis])}'
+def plot_job(number: int, known: Tuple[float, str], series: Recorded) -> Tuple[JobPeaks, Figure]:
+    """What the overview keeps of a job, whose results may know a higher peak of memory; and its figure."""
+    values = {axis: [sample[AXES[axis].place] for _, samples in series for sample in samples
+                     if sample[AXES[axis].place] is not None] or [0.0]
+              for axis in ('cpu', 'memory', 'processes')}
+    peaks = {axis: max(found) for axis, found in values.items()}
+    peaks['memory'] = max(peaks['memory'], known[0])
+    averages = {axis: sum(found) / len(found) for axis, found in values.items()}
+    facts = [f'{word}: peak {AXES[axis].show(peaks[axis])}, average {AXES[axis].show(averages[axis])}'
              for word, axis in (('CPU', 'cpu'), ('memory', 'memory'))]
-    panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series)) for axis in job.peaks]
-    return make_figure(f'Job {job.id}: {job.name}', [describe_span(series), *facts], panels)
+    panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series)) for axis in peaks]
+    figure = make_figure(f'Job {number}: {known[1]}', [describe_span(series), *facts], panels)
+    return JobPeaks(number, known[1], peaks), figure
 
 
 def highest_of(traces: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
@@ -25032,7 +25020,7 @@ def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
 
 def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
     """CPU and memory of the nodes over time, and their peaks and averages."""
-    series = [(file.label, file.node_samples()) for file in files]
+    series = [(file.label, file.samples()) for file in files]
     series = [(label, samples) for label, samples in series if samples]
     if series:
         panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series))
@@ -25059,13 +25047,13 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[T
             homes.setdefault(number, []).append(file)
     jobs, lines = [], {'cpu': [], 'memory': []}     # type: List[JobPeaks], Dict[str, List[Any]]
     for number in sorted(set(homes).intersection(wanted) if wanted else homes):
-        series = [(file.label, file.job_samples(number)) for file in homes[number]]
+        series = [(file.label, file.samples(number)) for file in homes[number]]
         series = [(label, samples) for label, samples in series if samples]
         if not series:
             continue
-        job = peaks_of(number, max(names.get(number, [(0.0, f'job {number}')])), series)
+        job, figure = plot_job(number, max(names.get(number, [(0.0, f'job {number}')])), series)
         jobs.append(job)
-        yield f'job_{number}', job_figure(job, series)
+        yield f'job_{number}', figure
         samples = sorted(itertools.chain.from_iterable(found for _, found in series),
                          key=operator.itemgetter(0))
         for axis, traces in lines.items():
@@ -25178,18 +25166,14 @@ class Session:
             client.reconnect()
             self._client = client
             self._client.snapshot_interval_s = interval_s
-            self.report_choice()
-        return self._client
-
-    def report_choice(self) -> None:
-        """Say which database is used where nobody has named it, and another one might be meant."""
-        client = self._client
-        if client.registration:
-            self.inform(f'Using {client.location}')
-        elif not client.named_url and not self.database:
-            other = other_database(client.database)
+            # Say which database is used where nobody has named it, and another one might be meant.
+            if client.registration:
+                self.inform(f'Using {client.location}')
+            other = not (client.registration or client.named_url or self.database) \
+                and other_database(client.database)
             if other:
                 self.inform(f'Using the database of this directory; served is also: {shlex.quote(other)}')
+        return self._client
 
     @property
     def snapshot_interval_s(self) -> Optional[float]:
@@ -28069,8 +28053,11 @@ def cmd_slurm_sacct(session: Session, args: Arguments) -> Any:
     accounts, errors = ask_accounts(session, workflow_id, job_ids)
     with_steps = {account.job_id for account in accounts if account.step}
     shown = [account for account in accounts if account.step or account.job_id not in with_steps]
-    if args['save_json']:
-        save_accounts(args['output_dir'], accounts)
+    for job_id in sorted({account.job_id for account in accounts}) if args['save_json'] else ():
+        rows = [account._asdict() for account in accounts if account.job_id == job_id]
+        path = os.path.join(args['output_dir'], f'sacct_{job_id}.json')
+        with writing(path, '--output-dir'):
+            write_atomically(path, format_json({'slurm_job_id': job_id, 'rows': rows}).encode(), 0o666)
     summary = [{
         'slurm_job_id': row.job_id, 'job_step': row.name, 'state': row.state, 'exit_code': row.exit_code,
         'elapsed': format_elapsed(row.elapsed_s),
@@ -28081,15 +28068,6 @@ def cmd_slurm_sacct(session: Session, args: Arguments) -> Any:
               'errors': errors}
     session.report(*(f'torc: {error}' for error in errors))
     return Listing(headings_of(SACCT_COLUMNS), summary, 'Slurm job steps', answer)
-
-
-def save_accounts(output_dir: str, accounts: Sequence[JobAccount]) -> None:
-    """Write sacct_ID.json for each allocation."""
-    for job_id in sorted({account.job_id for account in accounts}):
-        rows = [dict(zip(JobAccount._fields, account)) for account in accounts if account.job_id == job_id]
-        path = os.path.join(output_dir, f'sacct_{job_id}.json')
-        with writing(path, '--output-dir'):
-            write_atomically(path, format_json({'slurm_job_id': job_id, 'rows': rows}).encode(), 0o666)
 
 
 def cmd_slurm_usage(session: Session, args: Arguments) -> Answer:
@@ -28287,14 +28265,12 @@ def cmd_hpc_show(session: Session, args: Arguments) -> Any:
     """Everything that is known of a cluster."""
     profile = find_profile(args['name'], read_config())
     value = dict(profile._asdict(), detection=list(profile.detection),
-                 metadata={'documentation': None, 'support_email': None},
-                 partitions=[partition_record(partition) for partition in profile.partitions])
-    order = ('name', 'display_name', 'description', 'detection', 'default_account', 'partitions',
-             'charge_factor_cpu', 'charge_factor_gpu', 'metadata')
-    value = {key: value[key] for key in order}
+                 partitions=list(map(partition_record, profile.partitions)),
+                 metadata={'documentation': None, 'support_email': None})
     if session.format == 'json':
         return Answer(value)
-    session.show(format_record({key: value[key] for key in order[:3] + order[4:5]}) + '\n')
+    shown = ('name', 'display_name', 'description', 'default_account')
+    session.show(format_record({key: value[key] for key in shown}) + '\n')
     return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
                    'partitions')
 
@@ -28347,7 +28323,8 @@ def cmd_hpc_generate(session: Session, args: Arguments) -> Optional[Answer]:
                        '-o ~/.config/torc/config.yaml')
     if not path:
         return Answer(value, text)
-    write_result(path, text)
+    with writing(path, '--output'):
+        write_atomically(path, text.encode('utf-8', 'backslashreplace'), None)
     session.inform(f'Wrote profile {name} with {len(partitions)} partitions to {path}')
     return None
 
@@ -28371,14 +28348,6 @@ def refuse_format(path: Optional[str]) -> None:
         raise BadInput(f'{format.upper()} is not written: give the file a name in .yaml or .json')
 
 
-def write_result(path: str, text: str) -> None:
-    """A file that the user asked for."""
-    try:
-        write_atomically(path, text.encode('utf-8', 'backslashreplace'), None)
-    except OSError as error:
-        raise BadInput(f'cannot write {path}: {error.strerror}') from None
-
-
 # -------- slurm generate --------
 
 def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
@@ -28398,7 +28367,8 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
     rebase_tables(value, spec_directory(source), spec_directory(path))
     if path:
         format = FORMATS.get(os.path.splitext(path)[1].lower(), document.format)
-        write_result(path, format_spec(value, format))
+        with writing(path, '--output'):
+            write_atomically(path, format_spec(value, format).encode('utf-8', 'backslashreplace'), None)
         session.announce(dict(summary, output=path), f'Wrote {path}; submit it with: '
                          + command_line(session, 'submit', path))
     else:
@@ -28800,10 +28770,8 @@ def describe_regeneration(workflow_id: int, planned: Regeneration,
     options, rows = planned.options, regeneration_rows(planned.demand, planned.renewals, scheduler_ids)
     value = {'workflow_id': workflow_id, 'pending_jobs': planned.demand.num_left}   # type: Dict[str, Any]
     if options.is_dry_run:
-        names = {}
-        if planned.profile:
-            names = {'profile_name': planned.profile.name,
-                     'profile_display_name': planned.profile.display_name}
+        names = {'profile_name': planned.profile.name, 'profile_display_name': planned.profile.display_name} \
+            if planned.profile else {}
         return dict({'dry_run': True}, **value, **names, planned_schedulers=rows,
                     total_allocations=sum_allocations(planned.renewals), would_submit=options.submits,
                     warnings=planned.warnings)
@@ -28899,7 +28867,10 @@ def cmd_submit(session: Session, args: Arguments) -> Answer:
             return answer._replace(code=0) if is_idle else answer   # a runner's action has nothing to do
         outcome = submit_workflow(session, workflow, settings, args)
         is_any = outcome.numbers or outcome.refusals or outcome.why_left or outcome.answer['idle_actions']
-        if not is_any and has_unplanned(session, workflow):
+        number = workflow['id']
+        if not is_any and session.call('list_unplanned_jobs', workflow_id=number)['job_ids']:
+            session.report(f'none of the actions of workflow {number} is due: allocations for the jobs that are '
+                           f"left are planned, as by {command_line(session, *regenerate[:3], '--submit')}")
             return report_regenerated(session, workflow, RegenerateOptions(submits=True, settings=settings))
         return report_submitted(session, workflow, outcome)
     if args['action'] is not None:
@@ -28918,17 +28889,6 @@ def cmd_submit(session: Session, args: Arguments) -> Answer:
         session.inform(f'Created workflow {workflow_id}')
     workflow = session.workflow(workflow_id)
     return report_submitted(session, workflow, submit_workflow(session, workflow, settings, args))
-
-
-def has_unplanned(session: Session, workflow: Dict[str, Any]) -> bool:
-    """Whether jobs are ready that no allocation is there for, or to come; then that is said."""
-    number = workflow['id']
-    is_any = bool(session.call('list_unplanned_jobs', workflow_id=number)['job_ids'])
-    if is_any:
-        regenerate = command_line(session, 'slurm', 'regenerate', number, '--submit')
-        session.report(f'none of the actions of workflow {number} is due: allocations for the jobs that are '
-                       f'left are planned, as by {regenerate}')
-    return is_any
 
 
 def read_planned(session: Session, args: Arguments) -> Plan:
@@ -29320,14 +29280,11 @@ def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: 
         if planned and answer['to_run'] != plan.answer['to_run']:     # files have changed, by the hook, say
             planned = plan_regeneration(session, workflow, planned.options)
         plan = plan._replace(answer=answer)
-    return submit_recovered(session, workflow, plan._replace(allocations=planned)) if planned else plan
-
-
-def submit_recovered(session: Session, workflow: Dict[str, Any], plan: RecoveryPlan) -> RecoveryPlan:
-    """Submit allocations for what is left, and note that it was done."""
-    number, run_id = workflow['id'], workflow.get('run_id')
+    if not planned:
+        return plan
+    run_id = workflow.get('run_id')
     try:
-        submitted = perform_regeneration(session, workflow, plan.allocations)
+        submitted = perform_regeneration(session, workflow, planned)
     except TorcError as error:
         again = command_line(session, 'recover', number)
         error.message += f' (run {run_id} has begun; submit it with: {again})'
@@ -29335,7 +29292,7 @@ def submit_recovered(session: Session, workflow: Dict[str, Any], plan: RecoveryP
     session.call('create_event', {'workflow_id': number, 'data': {
         'category': 'recovery', 'action': 'recover_submitted', 'run_id': run_id,
         'message': f'Submitted allocations of workflow {number}'}})
-    return plan._replace(submitted=submitted)
+    return plan._replace(allocations=planned, submitted=submitted)
 
 
 def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments,
@@ -29642,7 +29599,17 @@ class Supervision:
         try:
             while True:
                 until = time.monotonic() + self.args['poll_interval']
-                code = self.poll_patiently()
+                code = None
+                try:
+                    code = self.poll()
+                    if self.silent_at is not None:
+                        silent_s, self.silent_at = time.monotonic() - self.silent_at, None
+                        self.say(f'the server answers after {format_elapsed(silent_s)}')
+                except (Unreachable, Conflict) as error:
+                    self.on_no_answer(error)
+                except TorcError as error:
+                    self.say(error.message, 'error')
+                    raise
                 self.log.flush()
                 if code is None and self.args['once']:
                     code = 1
@@ -29660,23 +29627,8 @@ class Supervision:
             self.show_end('interrupted', 130)
             return 130
 
-    def poll_patiently(self) -> Optional[int]:
-        """One poll. A server that is away, or a database that others have, is waited for."""
-        try:
-            code = self.poll()
-        except (Unreachable, Conflict) as error:
-            self.on_no_answer(error)
-            return None
-        except TorcError as error:
-            self.say(error.message, 'error')
-            raise
-        if self.silent_at is not None:
-            self.say(f'the server answers after {format_elapsed(time.monotonic() - self.silent_at)}')
-        self.silent_at = None
-        return code
-
     def on_no_answer(self, error: TorcError) -> None:
-        """No answer: wait for one, unless that has lasted for too long."""
+        """Wait for a server that is away, or a database that others have, unless that has lasted too long."""
         now = time.monotonic()
         self.silent_at = now if self.silent_at is None else self.silent_at
         will_go_on = isinstance(error, Unreachable) and self.session.client.travels
