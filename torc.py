@@ -24547,8 +24547,7 @@ def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = Fa
 class Progress:
     """What `run` shows while jobs run: on a terminal a line that is rewritten, elsewhere lines at intervals.
 
-    The Runner calls on_turn, on_output, on_failed_job and on_message; only texts and counts pass, so that any
-    object with these four can stand in. Failed jobs and messages are printed above the line, in both forms.
+    Any object with on_turn, on_output, on_failed_job and on_message can stand in for the Runner.
     """
 
     def __init__(self, stream: Any, style: Style, is_quiet: bool = False,
@@ -24999,14 +24998,6 @@ def highest_of(traces: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
     return ordered[:LINES_DRAWN]
 
 
-def all_jobs_figure(axis: str, traces: Sequence[Dict[str, Any]], count: int) -> Figure:
-    """One measure of all jobs over time: those with the highest peaks."""
-    more = [f'the {LINES_DRAWN} with the highest peaks are drawn'] if count > LINES_DRAWN else []
-    word = 'CPU' if axis == 'cpu' else AXES[axis].title
-    panel = AXES[axis].title, AXES[axis].unit, highest_of(traces)
-    return make_figure(f'{word} of all jobs', [counted(count, 'job'), *more], [panel])
-
-
 def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
     """The overview: the peaks of all jobs, the highest first."""
     panels = []
@@ -25060,8 +25051,11 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[T
             traces += lines_of(axis, [(job.name, samples)])
             if len(traces) > 2 * LINES_DRAWN:   # there may be too many to keep them
                 traces[:] = highest_of(traces)
-    if len(jobs) > 1:
-        yield from ((f'{axis}_all_jobs', all_jobs_figure(axis, lines[axis], len(jobs))) for axis in lines)
+    more = [f'the {LINES_DRAWN} with the highest peaks are drawn'] if len(jobs) > LINES_DRAWN else []
+    for axis, word in (('cpu', 'CPU'), ('memory', 'Memory')) if len(jobs) > 1 else ():
+        panel = AXES[axis].title, AXES[axis].unit, highest_of(lines[axis])
+        figure = make_figure(f'{word} of all jobs', [counted(len(jobs), 'job'), *more], [panel])
+        yield f'{axis}_all_jobs', figure
     if jobs:
         yield 'summary', summary_figure(jobs)
     yield from node_figures(files)
@@ -25556,10 +25550,9 @@ def changes(op: str, text: str) -> CommandFunction:
 
 
 def deletes(op: str, what: str, text: str, keys: str) -> CommandFunction:
-    """A command that asks before it deletes something of a workflow.
+    """A command that asks before it deletes `what` of a workflow, and says so with `text`.
 
-    `what` is deleted, `text` says that it was, `keys` are those of the JSON: of the answer, the arguments,
-    and `deleted` and `message`.
+    `keys` are those of the JSON: of the answer, the arguments, `deleted` and `message`.
     """
     def command(session: Session, args: Arguments) -> Optional[Answer]:
         named = name_workflow(session, args['workflow_id'])
@@ -25717,14 +25710,9 @@ JOB_HANDLER_COLUMNS = ('Job ID=job_id, Job Name=job_name, -Failure Handler ID=fa
                        'Failure Handler Name=failure_handler_name, Rules=rules')
 
 
-def group_of(session: Session) -> str:
-    """The first word of the command."""
-    return session.command.name.partition(' ')[0]
-
-
 def noun_of(session: Session) -> Noun:
     """The kind of object that the command is about."""
-    return NOUNS[group_of(session)]
+    return NOUNS[session.command.name.partition(' ')[0]]
 
 
 def dated(event: Any) -> Any:
@@ -25755,7 +25743,7 @@ def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
 
 def cmd_list(session: Session, args: Arguments) -> Listing:
     """Objects of a workflow; the other arguments are the list operation's own filters."""
-    plural = group_of(session).replace('-', '_')
+    plural = session.command.name.partition(' ')[0].replace('-', '_')
     query = given(args, 'workflow_id', 'exclude')
     query['workflow_id'] = choose_workflow(session, args)
     items = [with_nulls(dated(item), noun_of(session).keys)
@@ -26789,20 +26777,16 @@ def cmd_correct_resources(session: Session, args: Arguments) -> Answer:
 def describe_corrections(workflow_id: int, plan: Sequence[Tuple[str, List[Correction]]],
                          args: Arguments) -> Dict[str, Any]:
     """The answer of correct-resources as Torc's JSON has it: corrections are counted by jobs."""
-    counts: 'collections.Counter[str]' = collections.Counter()
-    for direction, corrections in plan:
-        for item in corrections:
-            prefix = 'downsize_' if direction == 'downscale' else ''
-            counts[f'{prefix}{item.resource}_corrections'] += len(item.uses)
-    analyzed = {use.job['id'] for _, corrections in plan for item in corrections for use in item.uses}
+    found = [(direction, item) for direction, corrections in plan for item in corrections]
+    analyzed = {use.job['id'] for _, item in found for use in item.uses}
     answer = {'status': 'success', 'workflow_id': workflow_id, 'dry_run': bool(args['dry_run']),
               'no_downsize': bool(args['no_downsize']), 'jobs_analyzed': len(analyzed),
               'resource_requirements_updated': len(plan)}
     for resource in MEASURES:
         answer[f'{resource}_multiplier'] = args[f'{resource}_multiplier']
-        for prefix in ('', 'downsize_'):
-            key = f'{prefix}{resource}_corrections'
-            answer[key] = counts[key]
+        for prefix, wanted in (('', 'upscale'), ('downsize_', 'downscale')):
+            answer[f'{prefix}{resource}_corrections'] = sum(
+                len(item.uses) for direction, item in found if (direction, item.resource) == (wanted, resource))
     answer['adjustments'] = [describe_adjustment(*change) for change in plan]
     return answer
 
@@ -26812,19 +26796,16 @@ def format_corrections(session: Session, answer: Dict[str, Any], plan: Sequence[
     """The same for people: one row for each value that changes."""
     if not plan:
         return 'What jobs asked for needs no correction\n'
-    rows = []
-    for _, corrections in plan:
-        for item in corrections:
-            needs = item.uses[0].needs
-            rows.append((needs['id'], needs['name'], MEASURES[item.resource].title, item.original, item.new,
-                         show_peak(item), sharers[needs['id']]))
+    items = [(item, item.uses[0].needs) for _, corrections in plan for item in corrections]
+    rows = [(needs['id'], needs['name'], MEASURES[item.resource].title, item.original, item.new,
+             show_peak(item), sharers[needs['id']]) for item, needs in items]
     table = format_table(('ID', 'Requirements', 'Resource', 'Old', 'New', 'Peak', 'Jobs'), rows,
                          style_of(session.out, os.environ))
-    again = command_line(session, 'run', answer['workflow_id'], '--retry-failed')
-    lines = ['Nothing was changed: this is a dry run'] if answer['dry_run'] else [
-        f'Updated {len(plan)} resource requirements; the workflow file still says what it said']
-    if not answer['dry_run'] and any(use.result['return_code'] for _, corrections in plan
-                                     for item in corrections for use in item.uses):
+    if answer['dry_run']:
+        return table + 'Nothing was changed: this is a dry run\n'
+    lines = [f'Updated {len(plan)} resource requirements; the workflow file still says what it said']
+    if any(use.result['return_code'] for item, _ in items for use in item.uses):
+        again = command_line(session, 'run', answer['workflow_id'], '--retry-failed')
         lines.append(f'To run the failed jobs again: `{again}`')
     return table + format_lines(lines)
 
@@ -27337,9 +27318,8 @@ def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[
                        is_forced: bool, is_checked: bool = False) -> None:
     """Make ready what was never looked at, or what was reset since.
 
-    Only after a reset of all jobs this is a full initialize, which lets every action fire again. For a new
-    workflow a partial one does the same, but leaves jobs alone that another runner, started in the same
-    moment, has begun.
+    Only after a reset of all jobs this is a full initialize, which lets every action fire again: a partial one
+    leaves jobs of a new workflow alone that another runner, started in the same moment, has begun.
     """
     if not is_checked:
         refuse_missing_inputs(check_files(session.client, workflow), is_forced, session.report)
@@ -27425,8 +27405,12 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
     if outcome.failed_jobs:
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *directory_words)
         session.report(f"See more: {logs}; {command_line(session, 'results', 'list', number, '--failed')}")
-    if not session.options['quiet']:
-        report_unwritten_data(session, number)
+    with contextlib.suppress(TorcError):        # no server any more
+        ids = session.call('list_missing_user_data', workflow_id=number)['user_data']
+        if ids:     # completed jobs have declared them as their output, and not written them
+            items = session.items('list_user_data', workflow_id=number)
+            names = first_of([item['name'] for item in items if item['id'] in set(ids)], CANDIDATES_SHOWN)
+            session.inform(f'warning: jobs have ended, and these user data have no value: {names}')
     directory = os.path.join(options.output_dir, 'job_stdio')
     session.report(f"Output: {directory} ({command_line(session, 'logs', number, *directory_words)})")
     words = words_to_go_on(outcome._asdict(), bool(outcome.interrupted_by))
@@ -27436,16 +27420,6 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
     database = session.client.database
     if database and is_deleted(database):
         session.report(f'The database {database} was deleted during the run: its results are lost')
-
-
-def report_unwritten_data(session: Session, workflow_id: int) -> None:
-    """Warn of user data that completed jobs have declared as their output and not written."""
-    with contextlib.suppress(TorcError):        # no server any more
-        ids = session.call('list_missing_user_data', workflow_id=workflow_id)['user_data']
-        if ids:
-            items = session.items('list_user_data', workflow_id=workflow_id)
-            names = first_of([item['name'] for item in items if item['id'] in set(ids)], CANDIDATES_SHOWN)
-            session.report(f'warning: jobs have ended, and these user data have no value: {names}')
 
 
 def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
@@ -27658,20 +27632,13 @@ def submission_settings(args: Arguments) -> Dict[str, Any]:
     """How a runner in an allocation is to work, kept with the record, from the arguments of a command."""
     if not JOB_PREFIX.match(args.get('job_prefix') or ''):
         raise BadInput('--job-prefix takes letters, digits and . _ + -, and does not begin with a dash')
+    same = ('claim_backoff_max_secs', 'max_parallel_jobs', 'start_one_worker_per_node')
     given_settings = {
         'directory': os.getcwd(), 'output_dir': os.path.abspath(args['output_dir']),
-        'poll_interval': args['poll_interval'] or DEFAULT_ALLOCATION_POLL_S,
-        'claim_backoff_max_secs': args['claim_backoff_max_secs'],
-        'max_parallel_jobs': args['max_parallel_jobs'], 'prefix': args.get('job_prefix'),
-        'start_one_worker_per_node': args.get('start_one_worker_per_node'),
+        'poll_interval': args.get('poll_interval') or DEFAULT_ALLOCATION_POLL_S,
+        **{name: args.get(name) for name in same}, 'prefix': args.get('job_prefix'),
         'keeps_script': args.get('keep_submission_scripts')}
     return {name: value for name, value in given_settings.items() if value}
-
-
-def plain_settings(output_dir: str) -> Dict[str, Any]:
-    """submission_settings() without other options on the command line."""
-    names = ('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs')
-    return submission_settings(dict(dict.fromkeys(names), output_dir=output_dir))
 
 
 def refuse_without_sbatch() -> None:
@@ -27844,7 +27811,13 @@ class Submitter:
     def write_script(self, item: Submission) -> Tuple[List[str], str]:
         """Put the script of an allocation in its output directory; options of sbatch, and its path. OSError."""
         output_dir, number = item.settings['output_dir'], item.scheduler['id']
-        words = batch_words(item, self.find_partition(item))
+        if self.partitions is None:
+            try:
+                self.partitions = ask_for_profile().partitions
+            except Refused:
+                self.partitions = ()
+        partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
+        words = batch_words(item, find_nodes(self.partitions, partition, item.needs))
         if number not in self.warned:
             self.warned.add(number)
             warn_of_scheduler(self.session, item)
@@ -27854,16 +27827,6 @@ class Submitter:
         path = os.path.join(output_dir, submission_name(item) + '.sh')
         write_atomically(path, os.fsencode(format_batch_script(item, words, self.callers[output_dir])), 0o700)
         return words, path
-
-    def find_partition(self, item: Submission) -> Partition:
-        """What Slurm says of the partition of an allocation."""
-        if self.partitions is None:
-            try:
-                self.partitions = ask_for_profile().partitions
-            except Refused:
-                self.partitions = ()
-        name = {**default_options(item.workflow), **item.scheduler}.get('partition')
-        return find_nodes(self.partitions, name, item.needs)
 
 
 def has_unsubmitted(session: Session, workflow_id: int) -> bool:
@@ -27967,14 +27930,15 @@ def cmd_slurm_create(session: Session, args: Arguments) -> Answer:
     """Add a Slurm scheduler to a workflow."""
     body = with_workflow(session, args)
     body['serialize_allocations'] = bool(args['serialize_allocations'])
-    check_scheduler(session.workflow(body['workflow_id']), dict(body, id=0), plain_settings('/'))
+    check_scheduler(session.workflow(body['workflow_id']), dict(body, id=0),
+                    submission_settings({'output_dir': '/'}))
     return cmd_create(session, body)
 
 
 def cmd_slurm_update(session: Session, args: Arguments) -> Answer:
     """Change a Slurm scheduler; allocations that are submitted stay as they are."""
     record = dict(call_on(session, 'get', args['id']), **given(args, 'id'))
-    check_scheduler(session.workflow(record['workflow_id']), record, plain_settings('/'))
+    check_scheduler(session.workflow(record['workflow_id']), record, submission_settings({'output_dir': '/'}))
     return cmd_update(session, args)
 
 
@@ -28606,10 +28570,7 @@ LOST_SHOWN = 10     # jobs named for people
 
 
 def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
-    """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
-
-    At most one squeue, and one sacct if any is gone; none of them without an allocation.
-    """
+    """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`."""
     survey, seen = session.call('survey_allocations', workflow_id=workflow_id), AllocationsSeen()
     rows = survey['allocations']
     if rows:
@@ -28682,8 +28643,7 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
                         options: RegenerateOptions) -> Dict[str, Any]:
     """Plan allocations for the jobs that are left, store them, and submit those that are due; Torc's JSON.
 
-    A dry run changes nothing. What a killed command has stored is submitted, not planned again. BadInput if
-    nothing can be planned, Refused if Slurm takes none of the allocations, each in words for the user.
+    What a killed command has stored is submitted, not planned again. BadInput, Refused.
     """
     planned = plan_regeneration(session, workflow, options)
     if options.is_dry_run or planned.plan is None:
@@ -29488,7 +29448,7 @@ def cmd_recover(session: Session, args: Arguments) -> Any:
     """Let failed jobs run again with what they lacked."""
     refuse_bad_programs(args)
     workflow_id, is_dry_run = choose_workflow(session, args), bool(args['dry_run'])
-    args, settings = dict(args, dry_run=is_dry_run), plain_settings(args['output_dir'])
+    args, settings = dict(args, dry_run=is_dry_run), submission_settings({'output_dir': args['output_dir']})
     is_asking = session.is_interactive and session.format != 'json' and not is_dry_run
     try:
         found = gather(session, session.workflow(workflow_id), args)
@@ -29772,7 +29732,8 @@ class Supervision:
 
     def settings(self) -> Dict[str, Any]:
         """How the runners in new allocations work: where the workflow was made, for we may be elsewhere."""
-        return dict(plain_settings(self.args['output_dir']), directory=base_directory(self.workflow))
+        settings = submission_settings({'output_dir': self.args['output_dir']})
+        return dict(settings, directory=base_directory(self.workflow))
 
     def recover(self) -> None:
         """Run what failed again."""
