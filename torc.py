@@ -26015,11 +26015,9 @@ def cmd_tasks_wait(session: Session, args: Arguments) -> Answer:
     """Say how a task ended."""
     task = session.call('get_task', task_id=args['id'])
     about = f"{task['operation']} of workflow {task['workflow_id']}"
-    code = 0
     if task.get('error'):
         session.report(f"torc: {task['error']}")
-        code = 1
-    return Answer(task, [f"Task {task['id']} ({about}): {task['status']}"], code=code)
+    return Answer(task, [f"Task {task['id']} ({about}): {task['status']}"], code=int(bool(task.get('error'))))
 
 
 def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> Answer:
@@ -26401,10 +26399,6 @@ class LogReader:
                 and all(self.args[key] in (None, attempt[key]) for key in ('run_id', 'attempt_id'))
                 and (not failed or attempt['status'] in BROKEN_WORDS)]
 
-    def ended(self, **query: Any) -> List[Dict[str, Any]]:
-        """Attempts that have ended, in the order of their ends."""
-        return self.session.items('list_results', workflow_id=self.id, sort_by='id', **query)
-
     def running(self) -> List[Dict[str, Any]]:
         """Attempts that run now; none if only failed ones are to be shown."""
         if self.args['failed']:
@@ -26417,8 +26411,8 @@ class LogReader:
     def newest(self) -> Dict[int, Dict[str, Any]]:
         """Each job's newest attempt that is asked for; of a job that was named, one that left files."""
         is_any = bool(self.jobs) or (self.args['run_id'], self.args['attempt_id']) != (None, None)
-        ended = [self.ended(all_runs=is_any, **query) for query in (
-            [{'job_id': number} for number in self.jobs] or [{}])]
+        ended = [self.session.items('list_results', workflow_id=self.id, all_runs=is_any, **query)
+                 for query in [{'job_id': number} for number in self.jobs] or [{}]]
         attempts = self.shown(itertools.chain(*ended, self.running()), False)
         found = {}      # type: Dict[int, Dict[str, Any]]
         for attempt in sorted(attempts, key=operator.itemgetter('run_id', 'attempt_id')):
@@ -26526,7 +26520,7 @@ def follow_logs(reader: LogReader) -> int:
     attempts, is_first = list(reader.newest().values()), True
     while True:
         is_over = reader.is_over()      # asked first: what ends later is seen later
-        ended = reader.ended(all_runs=True, offset=count)
+        ended = session.items('list_results', workflow_id=reader.id, sort_by='id', all_runs=True, offset=count)
         count += len(ended)
         attempts = reader.shown(attempts + ended + reader.running(), reader.args['failed'])
         for attempt in attempts:
@@ -26852,8 +26846,8 @@ def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> Non
 # -------- reading specs --------
 
 def spec_directory(path: Optional[str]) -> str:
-    """Directory of a workflow file, which its tables are looked for in."""
-    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+    """Directory of a workflow file, which its tables are looked for in; '-' is stdin."""
+    return os.path.dirname(os.path.abspath(path)) if path and path != '-' else os.getcwd()
 
 
 def read_spec(session: Session, path: str, args: Arguments) -> Plan:
@@ -27427,12 +27421,8 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
     if not os.environ.get('SLURM_JOB_ID'):
         raise Refused('slurm-job-runner works in a Slurm job, and there is none here (SLURM_JOB_ID is not '
                       'set); elsewhere: run ID')
-    startup_delay_s = args['startup_delay_seconds']
-    if startup_delay_s:     # many begin at once: each waits for another time, which is always the same
-        who = [socket.gethostname(), *(os.environ.get(name, '') for name in (
-            'SLURM_JOB_ID', 'SLURM_NODEID', 'SLURM_TASK_PID'))]
-        number = int(hashlib.sha256(' '.join(who).encode()).hexdigest()[:8], 16)
-        time.sleep(number / 2 ** 32 * startup_delay_s)
+    if args['startup_delay_seconds']:   # many begin at once: each waits for another time
+        time.sleep(secrets.randbelow(2 ** 32) / 2 ** 32 * args['startup_delay_seconds'])
     config = read_config()
     options = RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
@@ -28050,10 +28040,9 @@ def cmd_slurm_usage(session: Session, args: Arguments) -> Answer:
               'total_cpu_time_seconds': round(cpu_s)}
     if errors:
         answer['errors'] = errors
-    lines = [f'Workflow ID: {workflow_id}', f'Slurm jobs:  {len(job_ids)}',
-             f"Nodes:       {answer['total_nodes']}", f"Node time:   {answer['total_node_time']}",
-             f"CPU time:    {answer['total_cpu_time']}", *errors]
-    return Answer(answer, format_lines(lines))
+    return Answer(answer, [f'Workflow ID: {workflow_id}', f'Slurm jobs:  {len(job_ids)}',
+                           f"Nodes:       {answer['total_nodes']}", f"Node time:   {answer['total_node_time']}",
+                           f"CPU time:    {answer['total_cpu_time']}", *errors])
 
 
 # -------- errors in what Slurm and jobs wrote --------
@@ -28067,37 +28056,32 @@ NAMED_NODE = Expression(r'\bON (\S+) (?:CANCELLED|FAILED)|\bNode failure on ([\w
                         r'\bfailed on node ([\w.-]+):')
 
 
-class SlurmJobs:
-    """Which job of a workflow ran in which Slurm job."""
-
-    def __init__(self, session: Session, workflow_id: int) -> None:
-        self.of_slurm_job = {}      # type: Dict[str, List[Dict[str, Any]]]
-        self.of_job = {}            # type: Dict[int, Set[str]]
-        self.names = {}             # type: Dict[int, str]
-        for item in session.items('get_slurm_job_correlations', workflow_id=workflow_id):
-            job = {'job_id': item['job_id'], 'job_name': item['job_name']}
-            self.of_slurm_job.setdefault(item['slurm_job_id'], []).append(job)
-            self.of_job.setdefault(item['job_id'], set()).add(item['slurm_job_id'])
-            self.names[item['job_id']] = item['job_name']
-        self.of_attempt = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('slurm_job_id')
-                           for item in session.items('list_slurm_stats', workflow_id=workflow_id)}
-
-    def describe(self, name: str, finding: Finding) -> Dict[str, Any]:
-        """A finding in a file, with the keys of Torc's JSON."""
+def describe_issues(session: Session, workflow_id: int, files: FoundErrors) -> List[Dict[str, Any]]:
+    """Findings in files, and which job of the workflow ran in which Slurm job, with the keys of Torc's JSON."""
+    jobs, of_job = collections.defaultdict(list), collections.defaultdict(dict)     # type: Dict, Dict
+    for item in session.items('get_slurm_job_correlations', workflow_id=workflow_id):
+        jobs[item['slurm_job_id']].append({'job_id': item['job_id'], 'job_name': item['job_name']})
+        of_job[item['job_id']][item['slurm_job_id']] = item['job_name']
+    of_attempt = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('slurm_job_id')
+                  for item in session.items('list_slurm_stats', workflow_id=workflow_id)}
+    issues = []
+    for name, finding in ((name, finding) for name, found in files for finding in found.kept):
         output, stdio = SLURM_OUTPUT_NAME.search(name), STDIO_FILE_NAME.search(name)
         named, node = NAMED_SLURM_JOB.search(finding.text), NAMED_NODE.search(finding.text)
-        slurm_job, affected = named.group(1) if named else output.group(1) if output else None, None
+        slurm_job = named.group(1) if named else output.group(1) if output else None
         if stdio:
             key = tuple(map(int, stdio.groups()))
-            slurm_jobs = self.of_job.get(key[0], set())
-            slurm_job = slurm_job or self.of_attempt.get(key) or (
-                next(iter(slurm_jobs)) if len(slurm_jobs) == 1 else None)
-            affected = [{'job_id': key[0], 'job_name': self.names.get(key[0])}]
-        return {'file': name, 'slurm_job_id': slurm_job or 'unknown', 'line_number': finding.line,
-                'line': finding.text, 'pattern_description': finding.kind.name,
-                'severity': 'error' if finding.kind.is_error else 'warning',
-                'node': next(filter(None, node.groups()), None) if node else None,
-                'affected_jobs': self.of_slurm_job.get(slurm_job, []) if affected is None else affected}
+            mine = of_job.get(key[0], {})
+            slurm_job = slurm_job or of_attempt.get(key) or (next(iter(mine)) if len(mine) == 1 else None)
+            affected = [{'job_id': key[0], 'job_name': next(iter(mine.values()), None)}]
+        else:
+            affected = jobs.get(slurm_job, [])
+        issues.append({
+            'file': name, 'slurm_job_id': slurm_job or 'unknown', 'line_number': finding.line,
+            'line': finding.text, 'pattern_description': finding.kind.name,
+            'severity': 'error' if finding.kind.is_error else 'warning', 'affected_jobs': affected,
+            'node': next(filter(None, node.groups()), None) if node else None})
+    return issues
 
 
 def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Answer:
@@ -28113,13 +28097,13 @@ def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Answer:
                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
     files = search_logs(session, path, workflow_id, lambda name: STDIO_FILE_NAME.search(name) or any(
         number in job_ids for number in SLURM_OUTPUT_NAME.findall(name)))
-    jobs, counts = SlurmJobs(session, workflow_id), collections.Counter()   # type: SlurmJobs, Any
+    counts = collections.Counter()      # type: Any
     counts.update(kind.is_error for _, found in files for kind in ERROR_CLASSES
                   for _ in range(found.counts[kind.name]))
     if args['errors_only']:
         counts[False] = 0
-    issues = [jobs.describe(name, finding) for name, found in files for finding in found.kept
-              if finding.kind.is_error or not args['errors_only']]
+    issues = [issue for issue in describe_issues(session, workflow_id, files)
+              if issue['severity'] == 'error' or not args['errors_only']]
     answer = {'workflow_id': workflow_id, 'output_dir': path, 'slurm_jobs_count': len(job_ids),
               'files_scanned': len(files), 'total_issues': sum(counts.values()), 'errors': counts[True],
               'warnings': counts[False], 'issues': issues}
@@ -28271,12 +28255,10 @@ def cmd_hpc_generate(session: Session, args: Arguments) -> Optional[Answer]:
                   if not (args['skip_stdby'] and partition.name.endswith('-stdby'))]
     domain = socket.getfqdn().partition('.')[2]
     entry = {'display_name': args['display_name'] or profile.display_name,
-             'detect_hostname': re.escape(domain) + '$' if '.' in domain else None,
+             **({'detect_hostname': re.escape(domain) + '$'} if '.' in domain else {}),
              'partitions': [{key: value for key, value in partition_record(partition).items()
                              if value not in (None, '', [])} for partition in partitions]}
-    name = args['name'] or re.sub('[^a-z0-9_-]+', '-', profile.name.lower())
-    entry = {key: value for key, value in entry.items() if value is not None}
-    path = args['output']
+    name, path = args['name'] or re.sub('[^a-z0-9_-]+', '-', profile.name.lower()), args['output']
     if path and not path.endswith('.toml'):
         refuse_format(path)
     format = FORMATS.get(os.path.splitext(path or '.toml')[1].lower(), 'toml')
@@ -28327,8 +28309,8 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
         return Answer(summary, format_generated(made, profile))
     session.inform(*format_generated(made, profile).splitlines())
     path = args['output']
-    source, value = '' if args['spec'] == '-' else args['spec'], made.value
-    rebase_tables(value, spec_directory(source), spec_directory(path))
+    value = made.value
+    rebase_tables(value, spec_directory(args['spec']), spec_directory(path))
     if path:
         format = FORMATS.get(os.path.splitext(path)[1].lower(), document.format)
         with writing(path, '--output'):
@@ -28379,8 +28361,8 @@ def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
 def advise(made: PlannedScheduler, state: Optional[Dict[str, Any]]) -> Tuple[int, int, str, str]:
     """How many allocations of how many nodes, the strategy and why, by the nodes that are idle, as in Torc."""
     n, width = made.num_allocations, made.nodes
-    shown = f"{n} allocations x {width} node{'s' if width > 1 else ''}"
     if state is None:
+        shown = f"{n} allocations x {counted(width, 'node')}"
         return n, width, 'default', f'Offline mode: {shown} (ideal from workflow analysis)'
     if n <= 1:
         return n, width, 'single', 'one allocation is enough'
@@ -28421,15 +28403,13 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
     value = {'workflow_analysis': analysis, 'cluster_state': states, 'recommendations': recommendations,
              'warnings': [str(warning) for warning in made.warnings], 'resource_groups': groups,
              'profile_name': profile.name, 'profile_display_name': profile.display_name, 'account': account}
-    jobs, levels = counted(analysis['total_jobs'], 'job'), counted(analysis['dependency_depth'], 'level')
-    most = analysis['max_parallelism']
-    lines = [f'{jobs} in {levels}, at most {most} at once, on {profile.display_name}', '']
+    lines = [f"{counted(num_jobs, 'job')} in {counted(len(widths), 'level')}, at most {widths[widest]} at once, "
+             f'on {profile.display_name}', '']
     for row in recommendations:
         nodes = counted(row['nodes_per_allocation'], 'node')
-        lines += [f"{row['group_name']}: {counted(row['job_count'], 'job')}, {row['num_allocations']} x "
-                  f"{nodes} of {row['partition']} for {row['walltime']} "
-                  f"({row['strategy']})", f"    {row['reason']}"]
-    return Answer(value, format_lines(lines))
+        lines += [f"{row['group_name']}: {counted(row['job_count'], 'job')}, {row['num_allocations']} x {nodes} "
+                  f"of {row['partition']} for {row['walltime']} ({row['strategy']})", f"    {row['reason']}"]
+    return Answer(value, lines)
 
 
 # ======== 20f. Recovery commands: sync-status, reconcile, regenerate, submit, cancel, classify ========
@@ -28855,8 +28835,7 @@ def read_planned(session: Session, args: Arguments) -> Plan:
     """A workflow file without schedulers, read with those that `slurm generate` gives it."""
     made, profile, _, _ = read_for_slurm(session, args['target'], args)
     session.inform(*format_generated(made, profile).splitlines())
-    path = '' if args['target'] == '-' else args['target']
-    plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
+    plan = read_plan(Document(made.value, '', '', {}), spec_directory(args['target']),
                      args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
     return complete_plan(plan, bool(args['no_resource_monitoring']))    # no file makes this workflow again
 
@@ -29395,12 +29374,9 @@ def refuse_bad_programs(args: Arguments) -> None:
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[None]:
     """For a while what ends a program raises KeyboardInterrupt, also where it only wakes a loop as a rule."""
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     is_main = threading.current_thread() is threading.main_thread()     # handlers are set there only
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
-    old = {number: signal.signal(number, interrupt) for number in numbers
+    old = {number: signal.signal(number, signal.default_int_handler) for number in numbers
            if signal.getsignal(number) != signal.SIG_IGN}       # as nohup asks for
     try:
         yield
@@ -29705,8 +29681,7 @@ class Supervision:
 
     def count(self) -> None:
         """Ask for jobs without a plan."""
-        answer = self.session.call('list_unplanned_jobs', workflow_id=self.number)
-        self.watcher.unplanned = answer['job_ids']
+        self.watcher.unplanned = self.session.call('list_unplanned_jobs', workflow_id=self.number)['job_ids']
 
     def schedule(self) -> None:
         """Plan and submit allocations: for jobs without a plan, or, where nobody is at work, for all."""
