@@ -8440,7 +8440,7 @@ class PasswordServerTest(ServedTest):
         self.users = torc.Users(self.path, 60.0)
         self.serve(self.TOKEN, f'{len(os.listdir(self.world.directory))}.db', users=self.users, **how)
 
-    def log_in(self, authorization: str, status: int, method: str = 'GET', path: str = '/workflows', body: bytes = b'') -> bytes:
+    def assertLogin(self, authorization: str, status: int, method: str = 'GET', path: str = '/workflows', body: bytes = b'') -> bytes:
         """The answer to who logs in with a request, which has this status."""
         return self.ask(method, path, body, status, authorization=authorization)
 
@@ -8472,22 +8472,22 @@ class PasswordServerTest(ServedTest):
                 (401, (*wrong, '', 'Basic ???', 'Bearer open-sesame', self.OWNER[:-1], 'Basic ' + base64.b64encode(b'\xff:\xff').decode()))):
             for field in fields:
                 with self.subTest(field):
-                    self.assertEqual(status == 401, b'www-authenticate: Basic' in self.log_in(field, status))
+                    self.assertEqual(status == 401, b'www-authenticate: Basic' in self.assertLogin(field, status))
         self.assertEqual([200], statuses(self.server.ask(http_request(path='/healthz', authorization=wrong[0]))))
         self.start(lets_anonymous=True, enforces_access=True)
         for field, status in (('', 200), (wrong[0], 401), ('Bearer wrong', 401), ('Basic ???', 401)):     # what is wrong is not anonymous
-            self.log_in(field, status)
-        self.log_in('', 403, 'POST', body=b'{"name":"w","user":"ann"}')
-        self.log_in('', 403, 'POST', '/admin/reload-auth')
+            self.assertLogin(field, status)
+        self.assertLogin('', 403, 'POST', body=b'{"name":"w","user":"ann"}')
+        self.assertLogin('', 403, 'POST', '/admin/reload-auth')
 
     def test_workflows_belong_to_who_has_logged_in(self) -> None:
         for enforces in (False, True):
             self.start(enforces_access=enforces)
-            self.assertIn(b'in the name of ann', self.log_in(self.BOB, 403, 'POST', body=b'{"name":"w","user":"ann"}'))
-        self.assertIn(b'"user":"bob"', self.log_in(self.BOB, 200, 'POST', body=b'{"name":"w","user":"bob"}'))
+            self.assertIn(b'in the name of ann', self.assertLogin(self.BOB, 403, 'POST', body=b'{"name":"w","user":"ann"}'))
+        self.assertIn(b'"user":"bob"', self.assertLogin(self.BOB, 200, 'POST', body=b'{"name":"w","user":"bob"}'))
         for row in ((self.BOB, 403, 'PUT', '/workflows/1', b'{"user":"ann"}'), (self.ANN, 403, 'GET', '/workflows/1'),
                     (self.OWNER, 200, 'GET', '/workflows/1'), (self.BOB, 403, 'POST', '/admin/reload-auth')):
-            self.log_in(*row)
+            self.assertLogin(*row)
 
     @slow
     def test_a_wrong_password_costs_a_second_each_time_and_as_much_work_for_an_unknown_user(self) -> None:
@@ -8496,7 +8496,7 @@ class PasswordServerTest(ServedTest):
         self.set_constant('WRONG_PASSWORD_S', 0.2)
         for user in ('ann', 'ann', 'nobody', 'nobody', 'somebody'):
             began = time.monotonic()
-            self.log_in(login(user, 'wrong'), 401)
+            self.assertLogin(login(user, 'wrong'), 401)
             self.assertGreaterEqual(time.monotonic() - began, 0.19)
         hashes = list(self.users.hashes.values())
         self.assertEqual([hashes[0]] * 2, seen[:2])
@@ -8508,11 +8508,11 @@ class PasswordServerTest(ServedTest):
             wrong = self.begin(stack, login('ann', 'wrong'))
             most = self.server.server.listener.most // 2        # of all threads: guesses leave the others
             self.world.wait(lambda: self.users.room._value == most - 1 and not self.users.hashing.locked(), 10, 'the check')
-            self.log_in(login('bob', 'right by chance'), 200)
+            self.assertLogin(login('bob', 'right by chance'), 200)
             self.assertEqual(most - 1, self.users.room._value)      # who waits for his 401 delays nobody
             self.assertEqual([401], statuses(read_all(wrong)))
         self.set_constant('WRONG_PASSWORD_S', 0.0)
-        self.log_in(login('nobody', 'right by chance'), 401)
+        self.assertLogin(login('nobody', 'right by chance'), 401)
 
     def test_a_hundred_runners_of_one_user_wait_for_one_check_and_a_flood_of_guesses_is_turned_away(self) -> None:
         gate = self.hold_checks()
@@ -8526,42 +8526,42 @@ class PasswordServerTest(ServedTest):
             gate.clear()
             guesses = [self.begin(stack, login('bob', f'guess {number}')) for number in range(2)]
             self.world.wait(lambda: self.users.room._value == 0, 10, 'the guesses')
-            self.assertIn(b'retry-after: 1', self.log_in(login('bob', 'one more'), 429))
+            self.assertIn(b'retry-after: 1', self.assertLogin(login('bob', 'one more'), 429))
             for authorization in (self.ANN, self.OWNER):     # who is known is served
-                self.log_in(authorization, 200)
+                self.assertLogin(authorization, 200)
             gate.set()
             self.assertEqual([[401]] * 2, [statuses(read_all(client)) for client in guesses])
             self.assertEqual(1, self.checks.count(b'open-sesame'))
 
     def test_a_file_that_is_read_again_counts_at_once(self) -> None:
-        self.log_in(self.ANN, 200)
+        self.assertLogin(self.ANN, 200)
         gate = self.hold_checks()
         with contextlib.ExitStack() as stack:
             late = self.begin(stack, self.BOB)
             self.world.wait(lambda: self.checks, 10, 'the check')
             self.world.write('users', 'ann:' + torc.hash_password(b'another word', 4))
-            self.assertIn(b'"user_count":1', self.log_in(self.OWNER, 200, 'POST', '/admin/reload-auth'))
+            self.assertIn(b'"user_count":1', self.assertLogin(self.OWNER, 200, 'POST', '/admin/reload-auth'))
             gate.set()
             self.assertEqual([401], statuses(read_all(late)))       # bob is gone since
         self.world.write('users2', 'ann:nonsense')
         for path, status in (('users', 200), ('users2', 422)):
             self.users.path = self.world.path(path)
-            self.assertEqual(status == 422, b'cannot be used' in self.log_in(self.OWNER, status, 'POST', '/admin/reload-auth'))
-            self.log_in(self.ANN, 401)
-            self.log_in(login('ann', 'another word'), 200)
+            self.assertEqual(status == 422, b'cannot be used' in self.assertLogin(self.OWNER, status, 'POST', '/admin/reload-auth'))
+            self.assertLogin(self.ANN, 401)
+            self.assertLogin(login('ann', 'another word'), 200)
 
     def test_a_check_that_fails_is_a_wrong_password_and_the_next_one_is_made(self) -> None:
         with unittest.mock.patch.object(torc, 'matches_password', side_effect=MemoryError):
-            self.log_in(self.ANN, 401)
-        self.log_in(self.ANN, 200)
+            self.assertLogin(self.ANN, 401)
+        self.assertLogin(self.ANN, 200)
 
     def test_who_is_refused_is_in_the_log_once_a_minute(self) -> None:
         logging.getLogger('torc').setLevel(logging.WARNING)
         with self.assertLogs('torc', 'WARNING') as caught:
             for _ in range(3):
-                self.log_in('', 401)
+                self.assertLogin('', 401)
             self.server.server.warned.clear()      # a minute later
-            self.log_in(login('ann', 'wrong'), 401)
+            self.assertLogin(login('ann', 'wrong'), 401)
         self.assertEqual([f'refused a request of 127.0.0.1: {text} (401)' for text in (torc.LOG_IN.format('127.0.0.1'), 'user or password is wrong')],
                          [record.getMessage() for record in caught.records])
 
