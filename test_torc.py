@@ -7631,6 +7631,54 @@ class ServerThread(threading.Thread):
             return read_all(client)
 
 
+class StoryTest(WorldTest):
+    """Servers that start and end, and commands: told as stories."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.there = self.world.directory
+        self.words = {'here': self.world.path(), 'quoted': shlex.quote(self.world.path('my.db')), 'default': torc.default_database()}
+
+    def play(self, story: str) -> None:
+        """Carry out a line after the other.
+
+        serve a.db FLAGS    start a server: from now on {a} is its address
+        kill, end           the last one, by SIGKILL or SIGTERM
+        $ [A=B] WORDS -> EXIT: TEXT; !TEXT      a command, in the directory {there}, and what it says, or does not say. {here} is the
+                            place of the databases, {quoted} that of my.db, {default} the usual database.
+        """
+        for line in filter(None, map(str.strip, story.splitlines())):
+            command, _, wanted = line.partition(' -> ')
+            verb, *words = [word.format(there=self.there, **self.words) for word in shlex.split(command)]
+            if verb == 'serve':
+                self.words[words[0].split('.')[0]] = self.world.serve(*['-d'] * (words[0] != 'usual'), *words[words[0] == 'usual':])
+            elif verb == 'kill':
+                self.world.server.kill()
+            elif verb == 'end':
+                self.end()
+            else:
+                env = dict(word.split('=', 1) for word in itertools.takewhile(re.compile('[A-Z_]+=').match, words))
+                code, _, texts = wanted.partition(':')
+                outcome = self.outcome = self.world.cli(*words[len(env):], cwd=self.there, env=env)
+                texts = [text.format(there=self.there, **self.words) for text in texts.strip().split('; ')] if texts else []
+                with self.subTest(line):
+                    self.assertExit(int(code), outcome, *(text for text in texts if text[0] != '!'))
+                    self.assertEqual([], [text for text in texts if text[0] == '!' and text[1:] in outcome.out + outcome.err], str(outcome))
+
+    def end(self, number: int = signal.SIGTERM) -> Outcome:
+        """End the last server with a signal, after which it leaves in good order."""
+        self.world.server.send(number)
+        return self.assertExit(0, self.world.server.finish(20))
+
+    def copy(self, path: str) -> None:
+        """Let the last server copy its database to a private file."""
+        server, line = self.world.server, f'TORC_SNAPSHOT_DONE={path}\n'
+        before = server.out.count(line)
+        server.send(signal.SIGUSR1)
+        self.world.wait(lambda: server.out.count(line) > before, 20, 'a copy', [server])
+        self.assertEqual(0o600, os.stat(path).st_mode & 0o777)
+
+
 class StateFilesTest(WorldTest):
     """Token, connection file, directories."""
 
@@ -7643,31 +7691,28 @@ class StateFilesTest(WorldTest):
     def test_what_another_user_has_put_beside_a_database_is_an_error_with_the_cure(self) -> None:
         with tempfile.TemporaryDirectory() as place:
             os.chmod(place, 0o1777)
-            database, spec = os.path.join(place, 'torc.db'), os.path.join(place, 'spec.yaml')
-            with open(spec, 'w') as file:
-                file.write('name: w\njobs: [{name: a, command: "true"}]\n')
+            database = os.path.join(place, 'torc.db')
+            spec = write_file(place, 'spec.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
             ways = {'serve': ('serve', '-d', database, '-p', 0), 'create': ('--db', database, 'create', spec),
                     'run': ('--db', database, 'run', spec, '-o', os.path.join(place, 'home of 65533', 'out'))}
-            for name, text, mode, words in (
-                    ('.connection', '', 0o600, 'run create'), ('.connection', '{"url": 1}', 0o666, 'serve'), ('.token', 'x', 0o644, 'serve'),
-                    ('.memory', '{}', 0o600, 'serve create'), ('-wal', 'x' * 9000, 0o666, 'run'), ('-journal', 'x' * 9000, 0o644, 'create'),
+            for name, text, mode, way in (
+                    ('.connection', '', 0o600, 'run'), ('.connection', '', 0o600, 'create'), ('.connection', '{"url": 1}', 0o666, 'serve'),
+                    ('.token', 'x', 0o644, 'serve'), ('.memory', '{}', 0o600, 'serve'), ('.memory', '{}', 0o600, 'create'),
+                    ('-wal', 'x' * 9000, 0o666, 'run'), ('-journal', 'x' * 9000, 0o644, 'create'),
                     ('.rescued', 'rubbish', 0o644, 'create')):     # what another user says of a loss is passed over
-                for way in words.split():
-                    with self.subTest(name, way=way):
-                        with open(database + name, 'w') as file:
-                            file.write(text)
-                        os.chmod(database + name, mode)
-                        os.chown(database + name, 65532, 65532)
-                        outcome = main_as(65533, place, *ways[way])
-                        if name == '.rescued':
-                            self.assertExit(0, outcome)
-                            continue
-                        self.assertExit(2 if (name, way) == ('.connection', 'serve') else 4, outcome)
-                        self.assertIn(f'{database}{name} ', outcome.err.replace(name + ':', name + ' '))
-                        self.assertIn('belongs to user 65532: give another place with --db, or have it removed', outcome.err)
-                        os.unlink(database + name)
-                        for left in glob.glob(glob.escape(database) + '*'):
-                            os.unlink(left)
+                with self.subTest(name, way=way):
+                    path = write_file(place, 'torc.db' + name, text)
+                    os.chmod(path, mode)
+                    os.chown(path, 65532, 65532)
+                    outcome = main_as(65533, place, *ways[way])
+                    if name == '.rescued':
+                        self.assertExit(0, outcome)
+                        continue
+                    self.assertExit(2 if (name, way) == ('.connection', 'serve') else 4, outcome)
+                    self.assertIn(f'{path} ', outcome.err.replace(name + ':', name + ' '))
+                    self.assertIn('belongs to user 65532: give another place with --db, or have it removed', outcome.err)
+                    for left in glob.glob(glob.escape(database) + '*'):
+                        os.unlink(left)
 
     def test_only_a_private_file_is_read_or_taken_for_a_database(self) -> None:
         token, other = self.database + '.token', self.world.path('other')
@@ -7715,8 +7760,7 @@ class LeaseTest(WorldTest):
     def setUp(self) -> None:
         super().setUp()
         silenced(self)
-        self.database = self.world.path('torc.db')
-        self.now = 1000.0
+        self.database, self.now = self.world.path('torc.db'), 1000.0
         self.on_second = {}     # type: Dict[int, Callable[[], Any]]  # what happens while others wait
         sleep = unittest.mock.patch.object(torc.time, 'sleep', self.sleep)
         sleep.start()
@@ -7742,17 +7786,12 @@ class LeaseTest(WorldTest):
         holder.take()
         return holder
 
-    def touch(self, lease: Any, at: int) -> None:
-        """The holder gives a sign."""
-        os.utime(lease.path, (at, at))
-
     def has_it(self, lease: Any) -> bool:
         """Whether a process goes on as the holder."""
-        try:
+        with contextlib.suppress(torc.Conflict):
             lease.renew(True)
-        except torc.Conflict:
-            return False
-        return True
+            return True
+        return False
 
     def test_one_holds_it_until_it_gives_it_back(self) -> None:
         first, second = self.lease(), self.lease()
@@ -7770,7 +7809,7 @@ class LeaseTest(WorldTest):
             self.on_second = {62: sign}     # when it is back, both go on
 
         def sign() -> None:
-            self.touch(holder, 7)
+            os.utime(holder.path, (7, 7))
 
         def displace() -> None:     # by one that was as fast
             torc.write_atomically(holder.path, torc.format_json(self.lease().mine).encode())
@@ -7788,7 +7827,7 @@ class LeaseTest(WorldTest):
                 else:
                     heir.take(**how)
                     self.assertAlmostEqual(waited_s, self.now - 1000, delta=1.5)
-                    self.assertEqual(['torc.db.lease'], [name for name in os.listdir(self.world.directory) if name != 'logs'])
+                    self.assertEqual(['torc.db.lease'], os.listdir(self.world.directory))
                 self.assertEqual(waited_s is not None, self.has_it(heir))
 
     @contextlib.contextmanager
@@ -7815,16 +7854,21 @@ class LeaseTest(WorldTest):
 
         def kill() -> None:
             raise SystemExit
+
+        def take() -> None:
+            attempt(heir, heir.take)
+
+        def renew() -> None:
+            attempt(holder, holder.renew, is_sure=True)
         away, dead = {'host': 'elsewhere'}, {'start_ticks': 1}
-        cases = {'another, after its end': (away, 'heir.take', lambda: attempt(other, other.take)),
-                 'another heir': (away, 'heir.take', lambda: attempt(other, other.take)),
-                 'another heir of a dead one': (dead, 'heir.take', lambda: attempt(other, other.take)),
-                 'its holder': (away, 'heir.take', lambda: attempt(holder, holder.renew, is_sure=True)),
-                 'its heir, who has watched it': (away, 'holder.renew', lambda: attempt(heir, heir.succeed, found=found, is_dead=False)),
-                 'its holder, at its end, and two more': (away, 'heir.take', lambda: [
-                     holder.release(), attempt(other, other.take), attempt(third, third.take)]),
-                 'a killer': (away, 'heir.take', kill)}
-        for who, (holds, outer, inner) in cases.items():
+        for who, holds, outer, inner in (
+                ('another, after its end', away, take, lambda: attempt(other, other.take)),
+                ('another heir', away, take, lambda: attempt(other, other.take)),
+                ('another heir of a dead one', dead, take, lambda: attempt(other, other.take)), ('its holder', away, take, renew),
+                ('its heir, who has watched it', away, renew, lambda: attempt(heir, heir.succeed, found=found, is_dead=False)),
+                ('its holder, at its end, and two more', away, take, lambda: [
+                    holder.release(), attempt(other, other.take), attempt(third, third.take)]),
+                ('a killer', away, take, kill)):
             for number in itertools.count(1):
                 holder, other, third = self.held(**holds), self.lease(), self.lease()
                 with contextlib.suppress(FileNotFoundError):
@@ -7835,10 +7879,7 @@ class LeaseTest(WorldTest):
                 who.endswith('after its end') and holder.release()
                 believed_at, found = [], holder.read()      # type: List[float], Any
                 with self.before_call(number, inner) as has_acted, contextlib.suppress(SystemExit):
-                    if outer == 'heir.take':
-                        attempt(heir, heir.take)
-                    else:
-                        attempt(holder, holder.renew, is_sure=True)
+                    outer()
                 if not has_acted:
                     break
                 with self.subTest(who, number=number):
@@ -7855,17 +7896,14 @@ class LeaseTest(WorldTest):
                     self.assertTrue(is_renewed or able[0] is holder or 'end' in who)
 
     def test_its_holder_looks_once_a_period_and_ends_when_it_is_lost_or_may_be(self) -> None:
-        def is_away(*_: Any) -> None:
-            raise OSError(5, 'Input/output error')
-
         lease = self.lease()
         lease.take()
         for wait_s, is_touched in ((9, False), (2, True), (9, False), (11, True)):
-            self.touch(lease, 5)
+            os.utime(lease.path, (5, 5))
             self.now += wait_s
             lease.renew()
             self.assertEqual(is_touched, os.stat(lease.path).st_mtime != 5)
-        with unittest.mock.patch.object(torc.os, 'utime', is_away):
+        with unittest.mock.patch.object(torc.os, 'utime', side_effect=OSError(5, 'Input/output error')):
             self.now += 15
             lease.renew()
             self.now += 10
@@ -7918,38 +7956,32 @@ class LeaseTest(WorldTest):
 
 
 @slow
-class FuseTest(WorldTest):
+class FuseTest(StoryTest):
     """A database on a file system of FUSE, which counts as one of the network."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.place = self.world.path('mounted')
-        for path in (self.place, self.world.path('behind')):
-            os.mkdir(path, 0o700)
-        words = ['bindfs', self.world.path('behind'), self.place]
-        done = shutil.which('bindfs') and subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        need('fuse', done and done.returncode == 0, 'bindfs, root, and a kernel with FUSE')
-        self.addCleanup(subprocess.check_call, ['umount', '--lazy', self.place])
-        self.database = self.place + '/torc.db'
-
     def test_a_killed_server_goes_on_with_all_that_it_has_acknowledged(self) -> None:
-        self.assertTrue(torc.filesystem_type(self.place).startswith('fuse'))
-        scribe = Scribe(self.world.serve('-d', self.database), self.database + '.token')
+        place, behind = self.world.path('mounted'), self.world.path('behind')
+        for path in (place, behind):
+            os.mkdir(path, 0o700)
+        done = shutil.which('bindfs') and subprocess.run(['bindfs', behind, place], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        need('fuse', done and done.returncode == 0, 'bindfs, root, and a kernel with FUSE')
+        self.addCleanup(subprocess.check_call, ['umount', '--lazy', place])
+        database = place + '/torc.db'
+        self.assertTrue(torc.filesystem_type(place).startswith('fuse'))
+        scribe = Scribe(self.world.serve('-d', database), database + '.token')
         for _ in range(3):
             for size in (10, 5000, 100000):
                 self.assertTrue(scribe.write(size))
-            self.assertTrue(os.path.exists(self.database + '.lease'))
-            self.assertFalse(os.path.exists(self.database + '-shm'))
+            self.assertEqual([True, False], [os.path.exists(database + end) for end in ('.lease', '-shm')])
             self.world.server.kill()
-            scribe.move(self.world.serve('-d', self.database))
-            self.assertExit(0, self.world.cli('serve', '-d', self.database, '--backup', self.place + '/copy.db'))
-            self.assertEqual([('ok',)], ask_sqlite(self.place + '/copy.db', 'PRAGMA integrity_check'))
+            scribe.move(self.world.serve('-d', database))
+            self.play('$ serve -d mounted/torc.db --backup mounted/copy.db -> 0')
+            self.assertEqual([('ok',)], ask_sqlite(place + '/copy.db', 'PRAGMA integrity_check'))
         self.assertEqual([], list(scribe.missing()))
         scribe.client.close()
-        self.world.server.send(signal.SIGTERM)
-        self.assertExit(0, self.world.server.finish(20))
-        self.assertEqual([('ok',)], ask_sqlite(self.database, 'PRAGMA integrity_check'))
-        self.assertFalse(os.path.exists(self.database + '.lease'))
+        self.end()
+        self.assertEqual([('ok',)], ask_sqlite(database, 'PRAGMA integrity_check'))
+        self.assertFalse(os.path.exists(database + '.lease'))
 
 
 class ProcessLifeTest(unittest.TestCase):
@@ -7985,7 +8017,7 @@ class ProcessLifeTest(unittest.TestCase):
         self.assertEqual((True, False), (torc.process_lives(process), torc.process_lives(dict(process, pid=None))))
 
 
-class ServerFilesTest(WorldTest):
+class ServerFilesTest(StoryTest):
     """The files that lead to servers: beside a database, and of the one that was started last."""
 
     def register(self, name: str, **more: Any) -> str:
@@ -7998,13 +8030,13 @@ class ServerFilesTest(WorldTest):
     def test_they_lead_to_the_server_that_was_started_last_until_its_own_end(self) -> None:
         with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
             for stack, name in ((first, 'a'), (second, 'b')):
-                stack.enter_context(torc.connection_file(torc.ServerOptions(self.world.write(name, '')), ['http://127.0.0.1:1/x'], 'the id of ' + name))
-                found = connection_of(self.world.path(name))
-                self.assertEqual((os.getpid(), 'http://127.0.0.1:1/x', self.world.path(name + '.token')), (found['pid'], found['url'], found['token_file']))
-                client = torc.Client.find()
-                self.assertEqual((self.world.path(name), found), (client.database, client.server))
+                database = self.world.write(name, '')
+                stack.enter_context(torc.connection_file(torc.ServerOptions(database), ['http://127.0.0.1:1/x'], 'the id of ' + name))
+                found, client = connection_of(database), torc.Client.find()
+                self.assertEqual((os.getpid(), 'http://127.0.0.1:1/x', database + '.token'), (found['pid'], found['url'], found['token_file']))
+                self.assertEqual((database, found), (client.database, client.server))
                 self.assertEqual([0o600, 0o600, 0o700], [os.stat(path).st_mode & 0o777 for path in (
-                    self.world.path(name + '.connection'), torc.registration_path(), torc.state_directory())])
+                    database + '.connection', torc.registration_path(), torc.state_directory())])
             first.close()
             self.assertEqual((None, 'the id of b'), (connection_of(self.world.path('a')), torc.read_registration()['server_id']))
             path = self.world.path('b.connection')
@@ -8060,13 +8092,13 @@ class ServerFilesTest(WorldTest):
 
     def test_a_server_that_cannot_be_registered_serves_all_the_same(self) -> None:
         self.world.write(torc.state_directory(), '')
-        self.world.serve('-d', 'my.db')
-        how = f"commands find it with --db {shlex.quote(self.world.path('my.db'))}\n"
-        self.assertIn(how, self.world.server.out)
-        self.assertExit(0, self.world.cli('--db', 'my.db', 'ping'))
-        self.assertExit(4, self.world.cli('ping'), 'not found, and no server')
-        outcome = self.assertExit(0, self.world.cli('serve', '-d', 'other.db', '--port', 0, '--daemon'), 'commands find it with --db')
-        os.kill(int(outcome.out.rpartition('to stop it: kill ')[2]), signal.SIGTERM)
+        self.play('''
+            serve my.db
+            $ --db my.db ping -> 0
+            $ ping -> 4: not found, and no server''')
+        self.assertIn(f'commands find it with --db {self.words["quoted"]}\n', self.world.server.out)
+        self.play('$ serve -d other.db --port 0 --daemon -> 0: commands find it with --db')
+        os.kill(int(self.outcome.out.rpartition('to stop it: kill ')[2]), signal.SIGTERM)
         self.world.wait(lambda: not os.path.exists(self.world.path('other.db.connection')), 10, 'its end')
 
 
@@ -9533,54 +9565,6 @@ class ServedRunTest(WorldTest):
             done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=60,
                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             self.assertEqual(0, done.returncode, done.stdout)
-
-
-class StoryTest(WorldTest):
-    """Servers that start and end, and commands: told as stories."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.there = self.world.directory
-        self.words = {'here': self.world.path(), 'quoted': shlex.quote(self.world.path('my.db')), 'default': torc.default_database()}
-
-    def play(self, story: str) -> None:
-        """Carry out a line after the other.
-
-        serve a.db FLAGS    start a server: from now on {a} is its address
-        kill, end           the last one, by SIGKILL or SIGTERM
-        $ [A=B] WORDS -> EXIT: TEXT; !TEXT      a command, in the directory {there}, and what it says, or does not say. {here} is the
-                            place of the databases, {quoted} that of my.db, {default} the usual database.
-        """
-        for line in filter(None, map(str.strip, story.splitlines())):
-            command, _, wanted = line.partition(' -> ')
-            verb, *words = [word.format(there=self.there, **self.words) for word in shlex.split(command)]
-            if verb == 'serve':
-                self.words[words[0].split('.')[0]] = self.world.serve(*['-d'] * (words[0] != 'usual'), *words[words[0] == 'usual':])
-            elif verb == 'kill':
-                self.world.server.kill()
-            elif verb == 'end':
-                self.end()
-            else:
-                env = dict(word.split('=', 1) for word in itertools.takewhile(re.compile('[A-Z_]+=').match, words))
-                code, _, texts = wanted.partition(':')
-                outcome = self.outcome = self.world.cli(*words[len(env):], cwd=self.there, env=env)
-                texts = [text.format(there=self.there, **self.words) for text in texts.strip().split('; ')] if texts else []
-                with self.subTest(line):
-                    self.assertExit(int(code), outcome, *(text for text in texts if text[0] != '!'))
-                    self.assertEqual([], [text for text in texts if text[0] == '!' and text[1:] in outcome.out + outcome.err], str(outcome))
-
-    def end(self, number: int = signal.SIGTERM) -> Outcome:
-        """End the last server with a signal, after which it leaves in good order."""
-        self.world.server.send(number)
-        return self.assertExit(0, self.world.server.finish(20))
-
-    def copy(self, path: str) -> None:
-        """Let the last server copy its database to a private file."""
-        server, line = self.world.server, f'TORC_SNAPSHOT_DONE={path}\n'
-        before = server.out.count(line)
-        server.send(signal.SIGUSR1)
-        self.world.wait(lambda: server.out.count(line) > before, 20, 'a copy', [server])
-        self.assertEqual(0o600, os.stat(path).st_mode & 0o777)
 
 
 # ======== 10f. Serving ========
