@@ -13065,8 +13065,9 @@ class RunnerRulesTest(unittest.TestCase):
     @staticmethod
     def policy(ledger: Any) -> Any:
         """What a runner of a plain workflow claims."""
-        context = types.SimpleNamespace(options=torc.RunnerOptions(), workflow={}, allocation=None, least_s=0.0)
-        return torc.ClaimPolicy(context, ledger, torc.Attempts())
+        context = types.SimpleNamespace(options=torc.RunnerOptions(), workflow={}, allocation=None, least_s=0.0,
+                                        ledger=ledger, attempts=torc.Attempts())
+        return torc.ClaimPolicy(context)
 
     def test_gpus_are_handed_out_least_recently_used_first_and_shared_by_the_queue_strategy(self):
         ledger = self.ledger(8, 1 << 30, ('0', '1', '2'))
@@ -13118,12 +13119,12 @@ class RunnerRulesTest(unittest.TestCase):
         no     yes       no        no    5      ... each time
         yes    no        no        no    0      an action has ended
         """)
-        pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5))
+        link = torc.ServerLink(unittest.mock.Mock(options=torc.RunnerOptions(poll_interval_s=5)), None)
         for row in rows:
             with self.subTest(row):
-                pace.plan_wait(True, row['tells'] == 'yes', 0.0 if row['doubtful'] == 'yes' else 25.0)
+                link.plan_wait(True, row['tells'] == 'yes', 0.0 if row['doubtful'] == 'yes' else 25.0)
                 answer = {'jobs': [], 'is_complete': False, 'waited': row['kept'] == 'yes'}
-                self.assertEqual(float(row['waits']), pace.next_wait_s(row['has_job'] == 'yes', answer))
+                self.assertEqual(float(row['waits']), link.next_wait_s(row['has_job'] == 'yes', answer))
 
     def test_the_least_time_and_the_longest_runtime_follow_from_the_settings(self):
         early = {'execution_config': {'srun_termination_signal': 'TERM@90'}}
@@ -13326,7 +13327,7 @@ class LinkTest(RunnerCase):
         workflow_id = self.create({'command': 'true', 'resource_requirements': 'big'}, resource_requirements=needs, **workflow)
         self.made, self.launched = self.runner(workflow_id, **(options or {})), {}      # type: Any, Dict[int, Any]
         link = self.made.link
-        link.launcher = types.SimpleNamespace(children=self.launched)
+        link.launcher = self.made.shutdown.launcher = types.SimpleNamespace(children=self.launched)
         link.register()
         self.client.requests.clear()
         return link
@@ -13339,7 +13340,7 @@ class LinkTest(RunnerCase):
     def test_what_comes_up_while_the_server_keeps_a_request_ends_that(self):
         link = self.begin()
         self.made.dispatcher.may_claim = True
-        with unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: not link.pace.waits_s):
+        with unittest.mock.patch.object(torc.PendingCall, 'has_answer', lambda pending: not link.waits_s):
             for _ in range(2):
                 self.turn(link)
             self.assertTrue(link.pending and link.due() > time.monotonic() + torc.IDLE_WAIT_S - 5)
@@ -13429,7 +13430,7 @@ class LinkTest(RunnerCase):
         for row in self.WAITS:
             with self.subTest(row), FakeClock().set() as clock:
                 link = self.begin({'poll_interval_s': float(row['base']), 'claim_backoff_max_s': float(row['cap'])})
-                asked, began, pace = [], clock.now, link.pace       # type: List[float], float, Any
+                asked, began = [], clock.now        # type: List[float], float
                 first, _, last = row['children'].partition('-')
                 work = [(began + float(word[1:]), word[0]) for word in row['work'].split()]
                 while len(asked) <= row['asked'].count(' '):
@@ -13438,7 +13439,8 @@ class LinkTest(RunnerCase):
                     if first != 'never' and float(first) <= clock.now - began < float(last or 'inf'):
                         self.launched[1] = None
                     if work and clock.now == work[0][0]:
-                        happens = {'e': lambda: pace.on_end() or link.report_soon(0.0), 'c': lambda: setattr(pace, 'has_progressed', True),
+                        happens = {'e': lambda: setattr(link, 'has_progressed', True) or link.report_soon(0.0),
+                                   'c': lambda: setattr(link, 'has_progressed', True),
                                    'a': lambda: link.report('returned', [[9, 9]])}
                         happens[work.pop(0)[1]]()
                     before = len(self.client.requests)
@@ -13525,9 +13527,9 @@ class JobPartsTest(RunnerCase):
                 says, link, look = row['says'], runner.link, runner.shutdown.look
                 link.answer = {'is_complete': says == 'complete', 'is_canceled': says == 'canceled', 'unfinished': 3,
                                'claimable': says != 'stuck', 'pending_actions': int(row['pending'])}
-                link.pace.worked_at = clock.now - float(row['idle'])
-                link.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
-                link.sent_at = link.pace.ended_at
+                link.worked_at = clock.now - float(row['idle'])
+                link.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
+                link.sent_at = link.ended_at
                 look()
                 self.assertEqual(row['reason'] if says in ('complete', 'canceled') else '', runner.context.leaving)
                 link.sent_at = clock.now
@@ -14208,7 +14210,8 @@ class AccountingTest(PartTest):
         context.allocation = types.SimpleNamespace(job_id='7')
         self.slurm, self.steps = ScriptedSlurm(self.clock), {}     # type: Any, Dict[int, Any]
         self.starter = types.SimpleNamespace(running={})
-        self.accounting = torc.Accounting(context, self.slurm, self.starter, unittest.mock.Mock(
+        context.launcher = self.slurm
+        self.accounting = torc.Accounting(context, self.starter, unittest.mock.Mock(
             settings=torc.monitor_settings(context.workflow)))
 
     def advance(self, for_s: float) -> None:
@@ -14504,7 +14507,8 @@ class AllocationPartsTest(PartTest):
                 slurm.answers['job'] = {'away': OwnAllocationTest.AWAY, 'unknown': OwnAllocationTest.UNKNOWN}.get(
                     row['said'], f"JobId=5 {row['said']} X=1\n")
                 query = lambda argv, limit_s, on_reply, variables: on_reply(slurm.ask(argv))    # noqa: E731
-                allocation, watch = context.allocation, torc.AllocationWatch(context, unittest.mock.Mock(query=query))
+                context.launcher = unittest.mock.Mock(query=query)
+                allocation, watch = context.allocation, torc.AllocationWatch(context)
                 allocation.node_index = 3
                 self.assertEqual(100, watch.due() - clock.now)
                 watch.act(watch.due())
@@ -15161,7 +15165,7 @@ class OfflineDrainTest(RunnerCase):
         asked_at = []       # type: List[float]
         self.is_away = lambda: self.has('ran1') and (not asked_at or time.monotonic() < asked_at[0] + 2.5)
         self.asked = lambda: (self.go(1), asked_at.append(time.monotonic()))
-        with unittest.mock.patch.object(torc.Pace, 'lease_s', return_value=2.0):
+        with unittest.mock.patch.object(torc.ServerLink, 'lease_s', return_value=2.0):
             self.assertEqual((2, 'complete'), operator.attrgetter('completed', 'reason')(self.run_it()))
 
     def test_when_all_have_ended_without_it_the_runner_leaves_with_their_ends_on_disk(self):

@@ -18997,6 +18997,12 @@ class Part:
     these; what must go the other way is data in the context, or is carried by the loop. None blocks.
     """
 
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        self.launcher = context.launcher
+        self.attempts = context.attempts
+        self.link = context.link
+
     def due(self) -> float:
         """When it must act though nothing else happens (monotonic)."""
         return math.inf
@@ -19569,7 +19575,11 @@ class NodeContext:
         self.output = output
         self.log = log
         self.progress = progress
-        self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
+        self.attempts = Attempts()
+        self.launcher = None    # type: Any  # a Launcher, set before parts are made, as the next two
+        self.ledger = None      # type: Any  # a Ledger
+        self.allocation = None  # type: Any  # the Allocation around us (16g)
+        self.link = None        # type: Any  # the ServerLink, which is the first part
         self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
         self.submits = False    # schedule_nodes actions are carried out here: in an allocation with sbatch(1)
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
@@ -19620,57 +19630,9 @@ class NodeContext:
         self.not_before = now + self.pauses.take()
 
 
-class Pace:
-    """When something last happened here, and how long to wait before the server is asked again."""
-
-    def __init__(self, options: RunnerOptions) -> None:
-        self.options = options
-        self.base_s = base_s = options.poll_interval_s
-        self.backoff = Backoff(base_s, max(options.claim_backoff_max_s, base_s))
-        self.has_progressed = True          # since the last poll
-        self.worked_at = time.monotonic()   # last claim or local end: idleness counts from here
-        self.ended_at = -math.inf           # last local end
-        self.has_wanted = False             # the last request has asked for jobs
-        self.is_idle = False                # ... and got none, and nothing runs here
-        self.has_told = False               # the last request reported something: none that may be kept
-        self.waits_s = 0.0                  # so long the server may keep the request that is out
-
-    def on_end(self) -> None:
-        """A job has ended here."""
-        self.has_progressed = True
-        self.ended_at = self.worked_at = time.monotonic()
-
-    def plan_wait(self, wants: bool, tells: bool, most_s: float) -> None:
-        """Before a request: once one that wanted jobs got none, the server may keep the next for a while."""
-        self.waits_s = max(0.0, most_s) if self.is_idle and wants and not tells else 0.0
-        self.has_wanted, self.has_told = wants, tells
-
-    def answer_s(self) -> float:
-        """How long the answer to the request that is out may take."""
-        return self.waits_s + ANSWER_DEADLINE_S
-
-    def next_wait_s(self, has_children: bool, answer: Dict[str, Any]) -> float:
-        """Until the next request, after an answer: the regimes of the page "Job Runners"."""
-        was_idle, self.is_idle = self.is_idle, self.has_wanted and not (
-            answer['jobs'] or answer['is_complete'] or has_children)
-        if answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
-            return 0.0      # the next one can wait there; otherwise the server has kept none
-        is_quiet, self.has_progressed = has_children and not self.has_progressed, False
-        if is_quiet:
-            return self.backoff.take()
-        self.backoff.reset()
-        return self.base_s if has_children else min(self.base_s, IDLE_WAIT_S)
-
-    def lease_s(self) -> float:
-        """Duration of the lease to request: two of the longest waits and answers."""
-        longest_s = max(self.backoff.wait_s, RETRY_MAX_S)
-        # After its own absence the server adds MAX_RETRY_PAUSE_S, the usual ping interval.
-        more_s = max(0.0, self.options.ping_interval_s - MAX_RETRY_PAUSE_S)
-        return 2 * (longest_s + ANSWER_DEADLINE_S) + more_s
-
-
-def describe_node(context: NodeContext, nodes: Sequence[NodeSize]) -> Dict[str, Any]:
+def describe_node(context: NodeContext) -> Dict[str, Any]:
     """What a runner says of itself and its nodes when it registers."""
+    nodes = context.ledger.nodes
     body = {'workflow_id': context.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
             'start_time': format_time(time.time()), 'num_nodes': len(nodes),
             'num_cpus': sum(node.num_cpus for node in nodes),
@@ -19702,14 +19664,9 @@ class ServerLink(Part):
     Runner.exchange composes each request of what the parts say, and hands the answer to them.
     """
 
-    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, attempts: Attempts,
-                 ledger: Ledger) -> None:
-        self.context = context
+    def __init__(self, context: NodeContext, client: Any) -> None:
+        super().__init__(context)
         self.client = client
-        self.launcher = launcher
-        self.attempts = attempts    # those that are `reported` are to be sent
-        self.ledger = ledger
-        self.pace = Pace(context.options)
         self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.outbox = {kind: [] for kind in OUTBOX}     # type: Dict[str, List[Any]]
         # of the server
@@ -19725,9 +19682,19 @@ class ServerLink(Part):
         self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
                        'jobs_by_status': {}}    # type: Dict[str, Any]  # the last one
         self.num_answers = 0
+        # what happens here
+        base_s = context.options.poll_interval_s
+        self.backoff = Backoff(base_s, max(context.options.claim_backoff_max_s, base_s))
+        self.has_progressed = True          # since the last request
+        self.worked_at = time.monotonic()   # last claim or local end: idleness counts from here
+        self.ended_at = -math.inf           # last local end
+        self.is_idle = False                # the last request has got no jobs, and nothing runs here
         # of requests; times are monotonic
         self.pending = None         # type: Optional[PendingCall]
         self.request = {}           # type: Dict[str, Any]  # the last one
+        self.has_wanted = False     # ... has asked for jobs
+        self.has_told = False       # ... reports something: none that may be kept
+        self.waits_s = 0.0          # ... may be kept by the server for so long
         self.sent_completions = []  # type: List[Attempt]  # ... that it carries
         self.turn = 0               # ... its number
         self.sent_at = 0.0
@@ -19750,7 +19717,7 @@ class ServerLink(Part):
     def is_over(self) -> bool:
         """Whether the server is away for too long, and there is nothing to wait for: nothing runs here, and
         since the last job ended it was asked in vain, or there is no time for it."""
-        has_asked = self.pending is None and self.sent_at > self.pace.ended_at
+        has_asked = self.pending is None and self.sent_at > self.ended_at
         return self.state == 'offline' and not self.launcher.children and (
             has_asked or time.monotonic() >= self.context.last_at)
 
@@ -19764,7 +19731,7 @@ class ServerLink(Part):
         self.report_soon(delay_s)
 
     def report_soon(self, delay_s: float) -> None:
-        """Send what there is within so many seconds. While the server is silent its own pace counts."""
+        """Send what there is within so many seconds. While the server is silent `retries` counts."""
         if self.state == 'online':
             self.planned_at = min(self.planned_at, time.monotonic() + delay_s)
 
@@ -19781,8 +19748,7 @@ class ServerLink(Part):
         """Become one of the workflow's compute nodes; another one, with what runs here, where the server has
         released the one that we were, as its lease was over."""
         context, options, old = self.context, self.context.options, self.context.node_id
-        body = dict(describe_node(context, self.ledger.nodes), lease_s=self.pace.lease_s(),
-                    identity=self.identity)
+        body = dict(describe_node(context), lease_s=self.lease_s(), identity=self.identity)
         lease_ends_at = read_clocks().running + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
         context.node_id, self.times_opened = created['id'], self.client.times_opened
@@ -19844,16 +19810,23 @@ class ServerLink(Part):
         late_at = self.window_ends_at if self.state == 'silent' else math.inf
         if self.pending is None:
             return min(self.ask_at, late_at)
-        sooner_at = self.planned_at if self.pace.waits_s else math.inf
-        return min(self.sent_at + self.pace.answer_s(), late_at, sooner_at)
+        sooner_at = self.planned_at if self.waits_s else math.inf
+        return min(self.sent_at + self.waits_s + ANSWER_DEADLINE_S, late_at, sooner_at)
 
     def act(self, now: float) -> None:
         """See whether the server is silent for too long, or keeps a request though something has come up."""
         if self.state == 'silent' and now >= self.window_ends_at:
             self.go_offline(now)
-        if self.pending and self.pace.waits_s and now >= self.planned_at and not self.pending.has_answer():
+        if self.pending and self.waits_s and now >= self.planned_at and not self.pending.has_answer():
             self.pending.abandon()      # the next one lists what we hold
-            self.pending, self.pace.waits_s, self.is_doubtful = None, 0.0, True
+            self.pending, self.waits_s, self.is_doubtful = None, 0.0, True
+
+    def lease_s(self) -> float:
+        """Duration of the lease to request: two of the longest waits and answers."""
+        longest_s = max(self.backoff.wait_s, RETRY_MAX_S)
+        # After its own absence the server adds MAX_RETRY_PAUSE_S, the usual ping interval.
+        more_s = max(0.0, self.context.options.ping_interval_s - MAX_RETRY_PAUSE_S)
+        return 2 * (longest_s + ANSWER_DEADLINE_S) + more_s
 
     def open(self) -> bool:
         """Before a request is composed: see that there is a connection, and that we are registered."""
@@ -19877,9 +19850,9 @@ class ServerLink(Part):
 
         The children need us: the answer is fetched when it is there.
         """
-        context, lease_s = self.context, self.pace.lease_s()
+        context, lease_s = self.context, self.lease_s()
         tells, self.planned_at = self.has_updates, math.inf
-        self.pace.plan_wait(body['want'] is not None, tells, 0.0 if self.is_doubtful else patience_s)
+        self.plan_wait(body['want'] is not None, tells, 0.0 if self.is_doubtful else patience_s)
         self.turn += 1
         self.promised_until = read_clocks().running + lease_s
         # In an older copy of its database the server may give our node's id to another runner: `identity`.
@@ -19888,14 +19861,19 @@ class ServerLink(Part):
                     explain=not (tells and self.launcher.children))
         if self.is_doubtful:    # what else the server thinks that we have is not so
             body['held'] = [attempt.key for attempt in self.attempts.of()]
-        if self.pace.waits_s:
-            body['wait_s'] = self.pace.waits_s
+        if self.waits_s:
+            body['wait_s'] = self.waits_s
         self.request = body
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
         except OUTAGES as error:
             self.on_no_answer(error)
+
+    def plan_wait(self, wants: bool, tells: bool, most_s: float) -> None:
+        """Before a request: once one that wanted jobs got none, the server may keep the next for a while."""
+        self.waits_s = max(0.0, most_s) if self.is_idle and wants and not tells else 0.0
+        self.has_wanted, self.has_told = wants, tells
 
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
@@ -19919,9 +19897,9 @@ class ServerLink(Part):
         if self.pending is None:
             return None
         has_answer = self.pending.has_answer()
-        if not has_answer and now < self.sent_at + self.pace.answer_s():
+        if not has_answer and now < self.sent_at + self.waits_s + ANSWER_DEADLINE_S:
             return None
-        pending, self.pending, self.pace.waits_s = self.pending, None, 0.0
+        pending, self.pending, self.waits_s = self.pending, None, 0.0
         try:
             answer = pending.finish(READ_DEADLINE_S if has_answer else 0.0)     # type: Dict[str, Any]
         except (Unreachable, Denied) as error:
@@ -19946,21 +19924,32 @@ class ServerLink(Part):
 
     def plan(self, answer: Dict[str, Any]) -> None:
         """Plan the next request, now that the parts have taken an answer in."""
-        now, wait_s = time.monotonic(), self.pace.next_wait_s(bool(self.launcher.children), answer)
+        now, wait_s = time.monotonic(), self.next_wait_s(bool(self.launcher.children), answer)
         if self.has_updates:    # more than one carries, or what came up meanwhile, gathered for a moment
             is_full = MAX_COMPLETIONS_PER_REQUEST in (len(self.sent_completions), *self.sent.values())
             wait_s = min(wait_s, 0.0 if is_full else BATCH_S)
         self.planned_at = min(max(self.planned_at, now + BATCH_S), now + wait_s)
-        if self.pace.is_idle and answer.get('reason'):
+        if self.is_idle and answer.get('reason'):
             self.context.say_once(answer['reason'], 'No jobs claimed: ')
+
+    def next_wait_s(self, has_children: bool, answer: Dict[str, Any]) -> float:
+        """Until the next request, after an answer: the regimes of the page "Job Runners"."""
+        was_idle, self.is_idle = self.is_idle, self.has_wanted and not (
+            answer['jobs'] or answer['is_complete'] or has_children)
+        if answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
+            return 0.0      # the next one can wait there; otherwise the server has kept none
+        is_quiet, self.has_progressed = has_children and not self.has_progressed, False
+        if is_quiet:
+            return self.backoff.take()
+        self.backoff.reset()
+        return self.backoff.first_s if has_children else min(self.backoff.first_s, IDLE_WAIT_S)
 
     # ---- a server that does not answer ----
 
     def set_online(self, now: float) -> None:
         """The server answers again, and hears only now of what has ended: an outage is no idleness."""
-        self.state, pace = 'online', self.pace
-        pace.worked_at, pace.has_progressed = now, True
-        pace.ended_at = pace.ended_at if pace.ended_at == -math.inf else now
+        self.state, self.worked_at, self.has_progressed = 'online', now, True
+        self.ended_at = self.ended_at if self.ended_at == -math.inf else now
         self.context.say(f'the server answers again after {format_elapsed(now - self.silent_since)}')
         if self.context.variables:      # its address may be another one now, for jobs that ask it
             self.context.variables['TORC_API_URL'] = self.client.url
@@ -20013,10 +20002,8 @@ class OfflineDrain(Part):
     interval. Nothing else depends on it: jobs never do.
     """
 
-    def __init__(self, context: NodeContext, link: ServerLink) -> None:
-        self.context = context
-        self.link = link
-        self.attempts = link.attempts
+    def __init__(self, context: NodeContext) -> None:
+        super().__init__(context)
         self.path = ''              # of the journal, as soon as there is one
         self.kept = {}              # type: Dict[Attempt, str]  # what was written last -> its state then
         self.kept_actions = 0       # ... with so many results of actions
@@ -20107,11 +20094,10 @@ class OfflineDrain(Part):
 class ClaimPolicy:
     """How much work to ask for: what is free, or several rounds ahead while jobs are short."""
 
-    def __init__(self, context: NodeContext, ledger: Ledger, attempts: Attempts) -> None:
+    def __init__(self, context: NodeContext) -> None:
         self.context = context
-        self.ledger = ledger
-        self.attempts = attempts
-        self.backlog = attempts.by_state['claimed']     # in the order of the server
+        self.ledger = context.ledger
+        self.backlog = context.attempts.by_state['claimed']     # in the order of the server
         self.mean_s = math.inf          # recent run time of a job
         self.moved_at = 0.0             # when something was last put into or taken out of the backlog
 
@@ -20176,9 +20162,8 @@ def may_share_signal(end: ProcessEnd) -> bool:
 class DirectStarter(Part):
     """Runs each attempt as a process of this node. A starter of another kind has the same public names."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
-        self.context = context
-        self.launcher = launcher
+    def __init__(self, context: NodeContext) -> None:
+        super().__init__(context)
         self.kill_before_s = context.config['sigkill_headroom_seconds']     # the end of the node's time
         self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
 
@@ -20212,8 +20197,8 @@ class DirectStarter(Part):
                          self.context.config['timeout_exit_code'], attempt.stopped_by)
 
 
-def start_script(context: NodeContext, launcher: Launcher, command: str, variables: Dict[str, str],
-                 log_name: str, name: str, on_end: Callable[[Process], Any]) -> Process:
+def start_script(context: NodeContext, command: str, variables: Dict[str, str], log_name: str, name: str,
+                 on_end: Callable[[Process], Any]) -> Process:
     """Start a command of an action, or a recovery script: a child whose output is added to a log, or lost
     where that cannot be written. OSError, ValueError."""
     try:
@@ -20224,7 +20209,7 @@ def start_script(context: NodeContext, launcher: Launcher, command: str, variabl
         context.log.write(f'What is to be added to {log_name} is lost: {error.strerror}', 'warning')
         descriptor = os.open(os.devnull, os.O_WRONLY)
     try:
-        return launcher.start_command(command, variables, (descriptor, descriptor), name, on_end)
+        return context.launcher.start_command(command, variables, (descriptor, descriptor), name, on_end)
     finally:
         os.close(descriptor)
 
@@ -20232,10 +20217,8 @@ def start_script(context: NodeContext, launcher: Launcher, command: str, variabl
 class Actions(Part):
     """Actions: one command at a time, as a child, each action up to its first failure."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
-        self.context = context
-        self.launcher = launcher
-        self.link = link
+    def __init__(self, context: NodeContext) -> None:
+        super().__init__(context)
         self.queue = collections.deque()    # type: collections.deque  # in hand; the first one is at work
         self.index = 0                      # of its command that runs, or comes next
         self.process = None                 # type: Optional[Process]  # ... while it runs
@@ -20291,7 +20274,7 @@ class Actions(Part):
             return self.finish(False, f'stopped with its runner before command {self.index + 1}')
         try:
             command, variables = self.command_of(action)
-            self.process = start_script(self.context, self.launcher, command, variables, self.log_name,
+            self.process = start_script(self.context, command, variables, self.log_name,
                                         f"a{action['id']}-{self.index}", self.on_command_end)
         except (OSError, ValueError, TorcError) as error:
             if getattr(error, 'errno', None) in EXHAUSTION:
@@ -20342,14 +20325,11 @@ class Actions(Part):
 class Completions(Part):
     """Ends of attempts: judged, tried again or not, reported, and counted when they are acknowledged."""
 
-    def __init__(self, context: NodeContext, policy: ClaimPolicy, starter: Any, measure: Any,
-                 link: ServerLink) -> None:
-        self.context = context
+    def __init__(self, context: NodeContext, policy: ClaimPolicy, starter: Any, measure: Any) -> None:
+        super().__init__(context)
         self.policy = policy
-        self.attempts = policy.attempts
         self.starter = starter
         self.measure = measure      # what jobs use: Monitor, or Accounting where they are steps
-        self.link = link
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         self.most_bytes = context.options.max_output_bytes  # of each file that a job prints to; None: no limit
         self.cut_at = math.inf if self.most_bytes is None else 0.0      # monotonic; the next look at them
@@ -20386,7 +20366,8 @@ class Completions(Part):
         attempt.end, attempt.ended_at = process.end, time.monotonic()
         end = process.end
         self.policy.on_end(attempt.grant, end.wall_s)
-        self.link.pace.on_end()
+        self.link.has_progressed = True
+        self.link.ended_at = self.link.worked_at = attempt.ended_at
         attempt.usage = self.measure.take_usage(attempt, end)
         self.attempts.change(attempt, 'ended')
         if attempt.stopped_for == 'revoked':
@@ -20409,7 +20390,7 @@ class Completions(Part):
         now, is_doubtful = time.monotonic(), attempt.end.is_doubtful
         until = attempt.ended_at + (DOUBT_LOOK_S if is_doubtful else SHARED_SIGNAL_S)
         if is_doubtful and until <= now < attempt.ended_at + SHARED_SIGNAL_S \
-                and has_running_thread(self.starter.launcher.stepd):
+                and has_running_thread(self.launcher.stepd):
             until = now + DOUBT_LOOK_S
         if may_share_signal(attempt.end) and not attempt.stopped_for and now < until:
             self.judge_at = min(self.judge_at, until)
@@ -20505,8 +20486,7 @@ class Completions(Part):
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
         on_end = functools.partial(self.on_recovery_end, attempt, bool(context.leaving), log_name)
         try:
-            attempt.script_process = start_script(
-                context, self.starter.launcher, attempt.script, variables, log_name, name, on_end)
+            attempt.script_process = start_script(context, attempt.script, variables, log_name, name, on_end)
         except (OSError, ValueError) as error:
             if getattr(error, 'errno', None) in EXHAUSTION:
                 context.pause(str(error))
@@ -20584,14 +20564,11 @@ class Completions(Part):
 class Dispatcher(Part):
     """Jobs from their claim to their start: starts what there is room for, gives back what cannot start."""
 
-    def __init__(self, context: NodeContext, policy: ClaimPolicy, completions: Completions,
-                 link: ServerLink, actions: Actions) -> None:
-        self.context = context
-        self.policy = policy
-        self.attempts = policy.attempts
+    def __init__(self, context: NodeContext, completions: Completions, actions: Actions) -> None:
+        super().__init__(context)
+        self.policy = completions.policy
         self.starter = completions.starter
         self.completions = completions
-        self.link = link
         self.actions = actions
         self.may_claim = False      # jobs are asked for
         self.is_paused = False      # nothing could start when this was last looked at
@@ -20640,14 +20617,14 @@ class Dispatcher(Part):
                 context.pause()
         self.is_paused = now < context.not_before
         if was_paused and not self.is_paused:
-            self.link.pace.worked_at = now
+            self.link.worked_at = now
             self.link.poll_now()
         # What SIGKILL does not end sleeps in the kernel, mostly on a lost file system: it would have company.
-        return self.is_paused or bool(self.starter.launcher.unkillable)
+        return self.is_paused or bool(self.launcher.unkillable)
 
     def want(self) -> Optional[Dict[str, Any]]:
         """The work to ask for."""
-        is_held = self.is_paused or self.starter.launcher.unkillable
+        is_held = self.is_paused or self.launcher.unkillable
         if is_held or self.context.leaving or not self.may_claim:
             return None
         return self.policy.want(self.context.end - time.monotonic())
@@ -20658,8 +20635,8 @@ class Dispatcher(Part):
         rules = {None: (), **dict(enumerate(answer['handlers']))}
         for job in answer['jobs']:      # in the server's order
             self.attempts.add(Attempt(job, kinds[job['kind']], rules[job['failure_handler']]))
-        self.policy.moved_at = self.link.pace.worked_at = time.monotonic()
-        self.link.pace.has_progressed = True
+        self.policy.moved_at = self.link.worked_at = time.monotonic()
+        self.link.has_progressed = True
         if self.context.leaving:
             self.link.give_back(self.attempts.of('claimed'))
 
@@ -20708,7 +20685,7 @@ class Dispatcher(Part):
             context.log.write('Job stopped: another runner has it', 'warning', **context.names(attempt))
             attempt.set_stopping('revoked')
             if attempt.state != 'running':      # a recovery script would run beside a later attempt
-                self.starter.launcher.kill(filter(None, [attempt.script_process]))
+                self.launcher.kill(filter(None, [attempt.script_process]))
                 self.attempts.change(attempt, '')
         self.starter.kill(stopped)
         if stopped:
@@ -20760,9 +20737,8 @@ class Dispatcher(Part):
 class Series(Part):
     """Samples on their way to a file, which an errand writes every flush_interval_seconds."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
-        self.context = context
-        self.launcher = launcher
+    def __init__(self, context: NodeContext) -> None:
+        super().__init__(context)
         self.flush_s = monitor_settings(context.workflow).flush_s
         self.rows = []              # type: List[Tuple[str, Sequence[Any]]]  # as write_series takes them
         self.num_sent = 0           # so many of them the errand writes
@@ -20821,17 +20797,15 @@ class Series(Part):
 class Monitor(Part):
     """Samples what jobs and the node use, and ends jobs that are above their memory limit."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, attempts: Attempts, starter: Any) -> None:
-        self.context = context
-        self.launcher = launcher
-        self.attempts = attempts
+    def __init__(self, context: NodeContext, starter: Any) -> None:
+        super().__init__(context)
         self.starter = starter
         self.oom_kills = OomCounter(find_oom_file())
         self.settings = settings = monitor_settings(context.workflow)
         self.sampler = TreeSampler(settings.interval_s)
         self.node = NodeUsage(settings.cpu, settings.memory) if settings.node else None
         self.node_at = time.monotonic() + settings.interval_s if settings.node else math.inf
-        self.series = Series(context, launcher)
+        self.series = Series(context)
         self.checks = {}            # type: Dict[Attempt, Errand]  # of who seems to be above its limit
 
     def add(self, attempt: Attempt) -> None:
@@ -21072,10 +21046,8 @@ class Step:
 class SlurmStarter(Part):
     """Runs each attempt as a step of the allocation."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, ledger: Ledger) -> None:
-        self.context = context
-        self.launcher = launcher
-        self.ledger = ledger
+    def __init__(self, context: NodeContext) -> None:
+        super().__init__(context)
         self.allocation = context.allocation
         own = f'{socket.gethostname()}_p{os.getpid()}_{read_process_start_ticks(os.getpid())}'
         self.directory = os.path.join(context.output.path, STEPS_DIRECTORY, own)
@@ -21089,7 +21061,7 @@ class SlurmStarter(Part):
         # Their own limit is rounded up, and slurmctld looks each 30 s: it is a second line.
         self.stop_before_s = context.config['sigkill_headroom_seconds']
         self.kill_before_s = self.stop_before_s / 2
-        launcher.guard('end_steps', self.directory, self.allocation.job_id)
+        self.launcher.guard('end_steps', self.directory, self.allocation.job_id)
 
     # ---- starting ----
 
@@ -21230,9 +21202,9 @@ class SlurmStarter(Part):
         step.text = explain_step_failure(text)
         names = self.allocation.node_names      # several of them may go on without one (--no-kill)
         for name in set(read_lost_nodes(text)).intersection(names):
-            if names.index(name) not in self.ledger.lost:
+            if names.index(name) not in self.context.ledger.lost:
                 self.context.say(f'node {name} has failed: no more jobs are started on it')
-            self.ledger.lose(names.index(name))
+            self.context.ledger.lose(names.index(name))
         if end.signal_number and step.number and notes.return_code is None:
             self.end_orphan(attempt)
         step.remove_files()
@@ -21341,10 +21313,8 @@ LAST_SACCT_S = 2.0          # before the runner must be gone it waits for no rec
 class Accounting(Part):
     """What Slurm measures of steps, while they run and afterwards: for results, and for judgements."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, starter: SlurmStarter,
-                 monitor: Monitor) -> None:
-        self.context = context
-        self.launcher = launcher
+    def __init__(self, context: NodeContext, starter: SlurmStarter, monitor: Monitor) -> None:
+        super().__init__(context)
         self.starter = starter
         self.monitor = monitor          # has the time series
         # Times are monotonic. While an answer is out these two are infinite.
@@ -21697,9 +21667,8 @@ class AllocationWatch(Part):
     Allocation.
     """
 
-    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
-        self.context = context
-        self.launcher = launcher
+    def __init__(self, context: NodeContext) -> None:
+        super().__init__(context)
         self.look_at = math.inf             # monotonic
         self.errand = None                  # type: Optional[Errand]  # was it canceled?
         self.plan()
@@ -21820,14 +21789,11 @@ class Wakeup:
 class Shutdown(Part):
     """How this runner leaves: the timeline of the page "Execution Modes", signals, and the reason."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, watch: AllocationWatch,
-                 dispatcher: Dispatcher, link: ServerLink) -> None:
-        self.context = context
-        self.launcher = launcher
+    def __init__(self, context: NodeContext, watch: AllocationWatch, dispatcher: Dispatcher) -> None:
+        super().__init__(context)
         self.watch = watch
         self.dispatcher = dispatcher
         self.actions = dispatcher.actions
-        self.link = link
         self.left_work = ''         # why it leaves, in words, if work was left
         self.began = time.monotonic()
         self.interrupted_by = None  # type: Optional[int]
@@ -21865,13 +21831,13 @@ class Shutdown(Part):
         if self.link.state == 'offline' and not (self.context.options.drains
                                                  or self.context.leaving in SIGNAL_REASONS):
             self.context.say('the server is away, and jobs do not go on without it (--no-offline-drain): '
-                             f"stopping {self.dispatcher.attempts.count('running')}", 'warning')
+                             f"stopping {self.attempts.count('running')}", 'warning')
             self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
         if now >= self.context.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
         for process in self.launcher.unkillable:    # it keeps its slot
-            attempt = self.dispatcher.attempts.find(process)
+            attempt = self.attempts.find(process)
             name = attempt.name if attempt else 'a script'
             self.context.say_once(
                 f'{UNKILLABLE_S:g} s after SIGKILL something of it lives (uninterruptible sleep); '
@@ -21896,7 +21862,7 @@ class Shutdown(Part):
     def log_killed(self, processes: Sequence[Process]) -> None:
         """Log what got SIGKILL, in the words of the page."""
         for process in processes:
-            attempt = self.dispatcher.attempts.find(process)
+            attempt = self.attempts.find(process)
             self.context.log.write('Job SIGKILL', workflow_id=self.context.workflow_id,
                                    job_id=attempt and attempt.id, pid=process.pid)
 
@@ -21913,7 +21879,7 @@ class Shutdown(Part):
         if is_first:
             self.interrupted_by, self.interrupted_at = number, now
             self.launcher.act(now)      # what has ended by itself was not stopped
-            count = self.dispatcher.attempts.count('running')
+            count = self.attempts.count('running')
             self.context.log.write(f'Termination requested ({name} received).', 'warning')
             again = 'again' if number == signal.SIGINT else 'SIGINT'
             self.context.say('the process above this runner was killed' if is_last else
@@ -21931,20 +21897,20 @@ class Shutdown(Part):
         if words:
             self.context.say(f'leaving: {words}', 'warning' if reason == 'output' else 'info')
         has_begun, self.context.leaving = self.context.leaving in SIGNAL_REASONS, reason
-        self.link.give_back(self.dispatcher.attempts.of('claimed'))
-        if self.link.pace.waits_s:
+        self.link.give_back(self.attempts.of('claimed'))
+        if self.link.waits_s:
             self.link.poll_now()
         self.launcher.gives_up = True
         if reason not in SIGNAL_REASONS:
             return
         self.context.stop_at = math.inf
         self.actions.stop()
-        find_job = self.dispatcher.attempts.find
+        find_job = self.attempts.find
         scripts = [process for process in self.launcher.children if not find_job(process)]
         self.launcher.stop(scripts, self.context.stop_signal, lead_s)
         if has_begun:
             return
-        log, count = self.context.log, self.dispatcher.attempts.count('running')
+        log, count = self.context.log, self.attempts.count('running')
         log.write('Jobs terminating', workflow_id=self.context.workflow_id, count=count)
         self.dispatcher.stop(reason, lead_s, self.interrupted_by)
         log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
@@ -21960,8 +21926,8 @@ class Shutdown(Part):
         if link.answer['is_complete'] and not context.setting('compute_node_ignore_workflow_completion'):
             context.log.write('Workflow complete', workflow_id=context.workflow_id)
             self.leave('complete')
-        elif not (link.launcher.children or link.has_updates or link.sent_at <= link.pace.ended_at
-                  or link.attempts.count('claimed', 'ended', 'recovering')):
+        elif not (self.launcher.children or link.has_updates or link.sent_at <= link.ended_at
+                  or self.attempts.count('claimed', 'ended', 'recovering')):
             self.look_while_idle()
 
     def look_for_cancel(self) -> None:
@@ -21975,23 +21941,21 @@ class Shutdown(Part):
         """How long the server may keep a request: without children, until the runner is to leave."""
         context, now = self.context, time.monotonic()
         limit_s = context.setting('compute_node_wait_for_new_jobs_seconds') or math.inf
-        return 0.0 if self.link.launcher.children else min(
-            IDLE_WAIT_S, self.link.pace.worked_at + limit_s - now,
-            context.end - context.least_s - now)
+        return 0.0 if self.launcher.children else min(
+            IDLE_WAIT_S, self.link.worked_at + limit_s - now, context.end - context.least_s - now)
 
     def look_while_idle(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
-        context, link, leave = self.context, self.link, self.leave
-        answer, pace = link.answer, link.pace
+        context, link, leave, answer = self.context, self.link, self.leave, self.link.answer
         limit_s, now = context.setting('compute_node_wait_for_new_jobs_seconds'), time.monotonic()
         is_persistent = context.options.is_persistent
         stays = is_persistent and answer['unfinished'] and answer.get('has_jobs_for_node', True)
         if stays or link.state != 'online' or self.actions.queue:
-            pace.worked_at = now
+            link.worked_at = now
             return
-        pending = answer.get('pending_actions') and now - pace.ended_at < LATE_ACTION_S
+        pending = answer.get('pending_actions') and now - link.ended_at < LATE_ACTION_S
         ignores = context.setting('compute_node_ignore_workflow_completion')
-        idle_s = now - pace.worked_at
+        idle_s = now - link.worked_at
         is_over = bool(limit_s) and idle_s >= limit_s
         if context.end - now < context.least_s:
             whole = f'its {context.end - self.began:.0f} s'
@@ -22092,32 +22056,30 @@ class Runner:
     """One node's work for one workflow: puts the parts together, and turns the loop. See `run`."""
 
     def __init__(self, context: NodeContext, client: Any, launcher: Launcher, wakeup: Wakeup) -> None:
-        options = context.options
         self.began = time.monotonic()
         self.context = context
-        self.launcher = launcher
+        self.launcher = context.launcher = launcher
+        self.attempts = context.attempts
         self.wakeup = wakeup
         context.in_steps = choose_mode(context)
         if context.allocation is not None and not context.in_steps and not IN_STEP_GROUP.search(
                 read_proc_text('/proc/self/cgroup')):
             launcher.stepd = find_stepd()[0]
-        nodes = runner_nodes(context)
+        context.ledger = Ledger(runner_nodes(context), context.options.max_parallel_jobs)
         context.submits = context.allocation is not None and has_slurm_program('sbatch')
-        self.attempts, ledger = Attempts(), Ledger(nodes, options.max_parallel_jobs)
-        self.link = link = ServerLink(context, client, launcher, self.attempts, ledger)
-        self.policy = ClaimPolicy(context, ledger, self.attempts)
-        self.starter = starter = SlurmStarter(context, launcher, ledger) if context.in_steps \
-            else DirectStarter(context, launcher)     # type: Any
-        self.monitor = Monitor(context, launcher, self.attempts, starter)
-        self.accounting = Accounting(context, launcher, starter, self.monitor) if context.in_steps \
+        self.link = context.link = link = ServerLink(context, client)
+        self.policy = ClaimPolicy(context)
+        self.starter = starter = (SlurmStarter if context.in_steps else DirectStarter)(context)     # type: Any
+        self.monitor = Monitor(context, starter)
+        self.accounting = Accounting(context, starter, self.monitor) if context.in_steps \
             else None       # type: Optional[Accounting]
         measure = self.accounting or self.monitor       # what srun uses here is not what the job does
-        self.actions = Actions(context, launcher, link)
-        self.completions = Completions(context, self.policy, starter, measure, link)
-        self.dispatcher = Dispatcher(context, self.policy, self.completions, link, self.actions)
-        watch = AllocationWatch(context, launcher)
-        self.shutdown = Shutdown(context, launcher, watch, self.dispatcher, link)
-        self.drain = OfflineDrain(context, link)
+        self.actions = Actions(context)
+        self.completions = Completions(context, self.policy, starter, measure)
+        self.dispatcher = Dispatcher(context, self.completions, self.actions)
+        watch = AllocationWatch(context)
+        self.shutdown = Shutdown(context, watch, self.dispatcher)
+        self.drain = OfflineDrain(context)
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.has_survey = False     # the server has said which jobs will never run here
         self.parts = [              # in the order of a turn; then comes the exchange with the server
