@@ -7580,7 +7580,7 @@ class Tls:
 def connection_of(database: str) -> Optional[Dict[str, Any]]:
     """What the connection file of a database says of its server; None if none is running."""
     found = torc.read_server_file(database + '.connection')
-    return found if found and not torc.is_server_over(found) else None
+    return found if found and torc.process_lives(found) is not False else None
 
 
 class ServerThread(threading.Thread):
@@ -8032,7 +8032,7 @@ class ServerFilesTest(StoryTest):
             for stack, name in ((first, 'a'), (second, 'b')):
                 database = self.world.write(name, '')
                 stack.enter_context(torc.connection_file(torc.ServerOptions(database), ['http://127.0.0.1:1/x'], 'the id of ' + name))
-                found, client = connection_of(database), torc.Client.find()
+                found, client = connection_of(database), torc.Client()
                 self.assertEqual((os.getpid(), 'http://127.0.0.1:1/x', database + '.token'), (found['pid'], found['url'], found['token_file']))
                 self.assertEqual((database, found), (client.database, client.server))
                 self.assertEqual([0o600, 0o600, 0o700], [os.stat(path).st_mode & 0o777 for path in (
@@ -8063,7 +8063,7 @@ class ServerFilesTest(StoryTest):
 
     def test_who_has_used_a_server_does_not_go_on_with_another_that_is_registered_later(self) -> None:
         self.register('a.db', start_ticks=1)
-        client = torc.Client.find()
+        client = torc.Client()
         self.register('b.db')
         self.assertRaisesRegex(torc.Unreachable, 'the server of .*a.db at .* has ended, or was killed\n', client.open)
 
@@ -8083,11 +8083,11 @@ class ServerFilesTest(StoryTest):
             path = self.register('a.db', **more)
             with self.subTest(case):
                 with surroundings:
-                    client = torc.Client.find()
+                    client = torc.Client()
                     self.assertEqual(expected, (client.database, client.server.get('server_id', '')))
                 self.assertTrue(os.path.exists(path))
         torc.write_atomically(path, b'{')       # is an error to who needs it
-        self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.Client.find)
+        self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.Client)
         self.assertEqual('', torc.other_database(self.world.path('b.db')))
 
     def test_a_server_that_cannot_be_registered_serves_all_the_same(self) -> None:
@@ -8240,7 +8240,8 @@ class SignerTest(unittest.TestCase):
             with self.subTest(row):
                 self.assertRaisesRegex(torc.Denied, 'altered on its way', self.theirs.check, *row)
         self.assertEqual((self.ours.nonce, hashlib.sha256(b'').hexdigest()), self.theirs.check(signed, 'GET', '/x?'))
-        self.assertEqual([True, False, False], [self.ours.sign_answer(*said) == torc.sign_answer(b'T' * 43, nonce, 200, b'x') for said in (
+        self.assertEqual([True, False, False], [torc.sign_answer(b'T' * 43, self.ours.nonce, *said) == torc.sign_answer(b'T' * 43, nonce, 200, b'x')
+                                                for said in (
             (200, b'x'), (404, b'x'), (200, b''))])
 
     def test_a_nonce_is_remembered_as_long_as_its_time_is_accepted(self) -> None:
@@ -8378,7 +8379,8 @@ class TokenServerTest(ServedTest):
                 (True, body, 200, b''), (False, body, 401, b''), (True, body.replace(b'w', b'x'), 401, b'not the one that was signed')):
             field = signer.sign_request('POST', path, body) if is_anew else field
             head, _, said = self.ask('POST', '/workflows', sent, status, authorization=field).partition(b'\r\n\r\n')
-            self.assertEqual((True, status == 200), (text in said, f'torc-signature: {signer.sign_answer(status, said)}'.encode() in head))
+            self.assertEqual((True, status == 200), (
+                    text in said, f'torc-signature: {torc.sign_answer(signer.token, signer.nonce, status, said)}'.encode() in head))
         self.assertEqual(1, self.json('GET', '/workflows', authorization=signer.sign_request('GET', path, b''))['total_count'])
 
 
@@ -8650,7 +8652,12 @@ class Reader:
 def tick_once(server: Any, act: Callable[[Any], Any]) -> None:
     """Let a server do something in its next tick, and wait until that has begun."""
     begun, acts = threading.Event(), [act]
-    server.tick = lambda service: begun.set() or bool(acts and acts.pop()(service)) and False
+
+    def tick(service: Any) -> None:
+        begun.set()
+        with service.transaction():
+            acts and acts.pop()(service)
+    server.tick = tick
     while not begun.wait(0.01):
         server.tick_at = 0.0
         server.wake()
@@ -8940,7 +8947,11 @@ class TurnTest(WorldTest):
     def test_a_server_that_is_stopped_in_the_middle_of_a_turn_gives_nobody_up(self) -> None:
         self.add_node()
         lost = []   # type: List[List[int]]
-        self.server.tick = lambda service: lost.append(torc.release_lost_nodes(service.context(), lambda *runner: None))
+
+        def tick(service: Any) -> None:
+            with service.transaction():
+                lost.append(torc.release_lost_nodes(service.context(), lambda *runner: None))
+        self.server.tick = tick
         self.server.on_tick(0.0)
         real = torc.uptime_s
         with unittest.mock.patch.object(torc, 'uptime_s', lambda: real() + 3600):
@@ -10915,7 +10926,8 @@ class ClientTest(WorldTest):
         torc.keep_token(database + '.token')
         impostor = Impostor(answer)
         with torc.connection_file(torc.ServerOptions(database), [impostor.url], 'x'):
-            client = torc.Client(database=database, credentials=torc.Credentials('open-sesame', 'gate=1'))
+            client = torc.Client(database=database)
+            client.credentials = torc.Credentials('open-sesame', 'gate=1')
             self.assertRaises(torc.Unreachable, client.reconnect, wait_s=0)
         impostor.stop()
         self.assertIn(b'GET /healthz', impostor.heard)
@@ -12299,6 +12311,10 @@ class RecordedPlanTest(WorldTest):
 
 # ======== 14c. Submission ========
 
+def allocation_needs(num_cpus: int = 1, memory_bytes: int = 0, num_jobs: int = 1) -> Dict[str, int]:
+    """What the jobs of an allocation need, as the server says it."""
+    return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': num_jobs, 'runtime_s': 0}
+
 
 class BatchScriptTest(unittest.TestCase):
     """What is given to sbatch: complete, readable, and nothing that a workflow's texts could turn into something else."""
@@ -12309,7 +12325,7 @@ class BatchScriptTest(unittest.TestCase):
                    settings: Optional[Dict[str, Any]] = None) -> torc.Submission:
         scheduler = dict({'id': 3, 'name': 's', 'account': 'proj', 'walltime': '04:00:00', 'nodes': 1}, **(scheduler or {}))
         settings = dict({'output_dir': '/data/out', 'directory': '/data', 'poll_interval': 30.0, 'num_allocations': 1}, **(settings or {}))
-        return torc.Submission(12, dict({'id': 7}, **(workflow or {})), scheduler, settings, torc.AllocationNeeds(1, 0, 1), 'abcdef' * 6)
+        return torc.Submission(12, dict({'id': 7}, **(workflow or {})), scheduler, settings, allocation_needs(1, 0, 1), 'abcdef' * 6)
 
     def words(self, *given: Any, **more: Any) -> List[str]:
         """The command line of sbatch."""
@@ -12395,7 +12411,7 @@ class BatchScriptTest(unittest.TestCase):
                 ({}, shared, (1, gib, 2), ('exclusive',), 1, '  0'), ({}, torc.UNKNOWN_PARTITION, (1, gib, 5), (), 1, '1 5 5426M'),
                 ({}, whole, (1, gib, 2), (), 1, '  0'), ({}, whole._replace(has_default_memory=False), (1, gib, 2), (), 1, '  '),
                 ({'mem': '1G'}, whole, (1, gib, 2), (), 1, '  '), ({}, shared, (1, 0, 1), (), 1, '1 1 266M')):
-            found = torc.resource_options(scheduler, torc.AllocationNeeds(*needs), partition, set(given), count)
+            found = torc.resource_options(scheduler, allocation_needs(*needs), partition, set(given), count)
             words = ' '.join(found.get(name, '') for name in ('ntasks-per-node', 'cpus-per-task', 'mem'))
             self.assertEqual(wanted, words, (scheduler, partition, needs, given))
 
@@ -12403,8 +12419,8 @@ class BatchScriptTest(unittest.TestCase):
         kinds = [torc.Partition(name=name, cpus_per_node=cpus, memory_mb=memory_mb)
                  for name, cpus, memory_mb in (('main', 8, 16000), ('fat', 8, 16000), ('fat', 64, 64000))]
         for name, cpus, gigabytes, wanted in ((None, 9, 1, 0), ('', 1, 1, 0), ('fat', 8, 1, 1), ('fat', 9, 1, 2), ('fat', 1, 40, 2), ('fat', 99, 1, 1)):
-            self.assertEqual(kinds[wanted], torc.find_nodes(kinds, name, torc.AllocationNeeds(cpus, gigabytes << 30)), (name, cpus, gigabytes))
-        for found in (torc.find_nodes(kinds, 'none', torc.AllocationNeeds()), torc.find_nodes([], None, torc.AllocationNeeds())):
+            self.assertEqual(kinds[wanted], torc.find_nodes(kinds, name, allocation_needs(cpus, gigabytes << 30)), (name, cpus, gigabytes))
+        for found in (torc.find_nodes(kinds, 'none', allocation_needs()), torc.find_nodes([], None, allocation_needs())):
             self.assertEqual(torc.UNKNOWN_PARTITION, found)
 
     def test_the_more_runners_the_longer_they_take_to_start(self):
@@ -12457,7 +12473,7 @@ class SubmissionReplyTest(unittest.TestCase):
                                    '4|RUNNING|x|torc:abc:7:13\n')
 
         def find(number: int, is_chain: bool = False) -> Optional[int]:
-            item = torc.Submission(number, {'id': 7}, {'id': 3, 'serialize_allocations': is_chain}, {}, torc.AllocationNeeds(), 'abc')
+            item = torc.Submission(number, {'id': 7}, {'id': 3, 'serialize_allocations': is_chain}, {}, allocation_needs(), 'abc')
             found = torc.find_submitted(jobs, item)
             return found and found.id
         # by its name only where a site took its comment, and it has one of its own
@@ -12538,15 +12554,15 @@ class StepRulesTest(unittest.TestCase):
     """srun's command line, and what the end of a step means."""
 
     def test_a_step_has_the_flags_of_the_pages_and_states_memory_and_gpus_also_where_there_are_none(self):
-        def flags_of(needs: Any = torc.Needs(1, 0, 0), nodes: Sequence[str] = (), minutes: Optional[int] = None, **config: Any) -> str:
-            return ' '.join(torc.step_flags('77', 'wf1_j2_r1_a1', needs, nodes, minutes, config))
+        def flags_of(needs: Any = torc.Needs(1, 0, 0), nodes: Sequence[str] = (), left_s: float = math.inf, **config: Any) -> str:
+            return ' '.join(torc.step_flags('77', 'wf1_j2_r1_a1', needs, nodes, left_s, config))
         self.assertEqual('--jobid=77 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j2_r1_a1 --nodes=1 '
                          '--cpus-per-task=1 --mem=0M --gres=none --input=none', flags_of())
         for found, flags, missing in (
                 (flags_of(torc.Needs(1, 1 << 30, 0)), '--mem=1024M', '--mem=0M'), (flags_of(torc.Needs(1, 2 << 20, 0)), '--mem=30M', 'x'),
                 (flags_of(torc.Needs(1, 512000, 0)), '--mem=0M', 'x'), (flags_of(torc.Needs(4, (40 << 20) + 1, 0)), '--mem=41M', 'x'),
                 (flags_of(torc.Needs(4, 0, 2)), '--cpus-per-task=4 --mem=0M --gpus=2', '--gres=none'),
-                (flags_of(minutes=28), '--time=28', 'x'), (flags_of(srun_termination_signal='TERM@120'), '--signal=TERM@120', 'x'),
+                (flags_of(left_s=1680), '--time=28', 'x'), (flags_of(srun_termination_signal='TERM@120'), '--signal=TERM@120', 'x'),
                 (flags_of(enable_cpu_bind=True), '--ntasks=1 --exact', '--cpu-bind=none'),
                 (flags_of(nodes=['node2']), '--nodelist=node2 --nodes=1', 'x'),
                 (flags_of(torc.Needs(1, 0, 3, 2), ['a', 'b']), '--nodelist=a,b --nodes=2 --ntasks-per-node=1 --wait=0', '--gpus=3'),
@@ -12555,7 +12571,8 @@ class StepRulesTest(unittest.TestCase):
                 self.assertIn(f' {flags} ', f' {found} ')
                 self.assertNotIn(f' {missing} ', f' {found} ')
         for left_s, minutes in ((1720, 29), (3600, 60), (119, 2), (1, 1), (-65, 1), (math.inf, None)):
-            self.assertEqual(minutes, torc.step_minutes(left_s), left_s)
+            found = re.findall('--time=(.*?) ', flags_of(left_s=left_s))
+            self.assertEqual([] if minutes is None else [str(minutes)], found, left_s)
 
     def test_what_would_change_a_step_is_stripped_and_how_slurm_is_reached_is_kept(self):
         kept = {'SLURM_CONF', 'SLURM_JOB_ID', 'SLURM_SUBMIT_DIR', 'SLURM_ARRAY_TASK_ID', 'PATH'}

@@ -10282,20 +10282,15 @@ def snapshot_database(context: Context) -> Values:
     return dict({'error': snapshots.error} if snapshots.error else {}, changes=changes, saved=snapshots.saved)
 
 
-def backup_database(context: Context, body: Values) -> Values:
-    """Copy the database to a file on the server's host; with `id`, see how far that is."""
+def backup_database(context: Context, body: Values) -> Any:
+    """Copy the database to a file on the server's host."""
     # An administrator who has not shown the token is another user, who could write to any file of ours.
     if not context.is_owner:
         raise Denied('only the owner of the server, with its token, can have its database copied to a file')
     copies = context.store.copies
     if copies is None:
         raise Refused('this database is not served: copy it with `torc.py serve --backup FILE`')
-    if body.get('id') is None:
-        return dict(copies.ask_backup(body['path']))
-    found = next((backup for backup in copies.backups if backup['id'] == body['id']), None)
-    if found is None:
-        raise NotFound(f"backup {body['id']} not found")
-    return dict(found)
+    return copies.ask_backup(body['path'])
 
 
 # -------- streams --------
@@ -10999,7 +10994,7 @@ MODELS = {
     'ComputeNodeMonitorConfig': 'cpu:bool enabled:bool granularity:@MonitorGranularity memory:bool',
     'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! '
         'num_nodes:nodes! scheduler_config_id:int time_limit:str',
-    'DatabaseBackupModel': 'path:str! id:int',
+    'DatabaseBackupModel': 'path:str!',
     'DynamicJobsConfig': 'max_iterations:int',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
     'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} job_timeouts:{int} '
@@ -11548,11 +11543,6 @@ def is_about_runners(path: str) -> bool:
     return path.rpartition('/')[2] in ABOUT_RUNNERS
 
 
-def body_limit(path: str) -> int:
-    """How many bytes the body of a request to this path may have."""
-    return MAX_BULK_BODY_BYTES if path.endswith(BULK_ENDINGS) else MAX_BODY_BYTES
-
-
 @functools.lru_cache(maxsize=None)
 def route_parts(route: Route) -> Tuple[str, ...]:
     """Path of a route, cut at its slashes."""
@@ -11964,11 +11954,6 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
     return read_state(path, 'url')
 
 
-def is_server_over(server: Dict[str, Any]) -> bool:
-    """Whether a server is known to have ended, by what its connection file says."""
-    return process_lives(server) is False
-
-
 # -------- the registered server --------
 #
 # The lasting server that was started last has a second connection file in the user's state directory, so that
@@ -11996,17 +11981,10 @@ def other_database(database: str) -> str:
     """The database that the registered server serves, if it is another one than this; '' otherwise."""
     with contextlib.suppress(Denied):       # a damaged file is in nobody's way who does not need it
         server = read_registration()
-        if server and not is_server_over(server) \
+        if server and process_lives(server) is not False \
                 and os.path.realpath(server['database']) != os.path.realpath(database):
             return server['database']
     return ''
-
-
-def unregister_server(path: str, server: Dict[str, Any]) -> None:
-    """Remove a connection file, if it is still this server's."""
-    with contextlib.suppress(OSError, Denied):      # it was removed already
-        if (read_server_file(path) or {}).get('server_id') == server['server_id']:
-            os.unlink(path)
 
 
 class Lease:
@@ -12308,45 +12286,35 @@ class CopyWriter:
     Backups as they are asked for; and of a database in memory snapshots to its file, at an interval, when
     asked to, and at the end.
     """
-    BACKUPS_KEPT = 100      # that are asked about later
 
     def __init__(self, store: Store, interval_s: float = math.inf,
                  announce: Callable[[str], Any] = str) -> None:
         self.store = store
-        self.backups = collections.deque(maxlen=self.BACKUPS_KEPT)      # type: Any  # as they are told
-        self.ids = itertools.count(1)
         self.interval_s = interval_s        # between snapshots; inf: it is not in memory
         self.announce = announce            # gets a line for each snapshot
         self.due_at = time.monotonic() + interval_s
         self.saved = -1                     # Store.changes that the file holds
         self.error = ''                     # why the last snapshot failed
 
-    def ask_backup(self, path: str) -> Values:
-        """Copy the database to a file as soon as possible. What is told of that; it changes."""
+    def ask_backup(self, path: str) -> Callable[[], Tuple[int, Any]]:
+        """What copies the database to a file, to be called behind the transaction: status and value."""
+        def back_up() -> Tuple[int, Any]:
+            error = self.write(write_backup, path)
+            return (Refused.http, format_error(Refused(error))) if error else (200, {'path': path, 'is_done': True})
         if not os.path.isabs(path):
             raise BadInput(f'{printable(path)} is not a path from the root')
-        self.backups.append({'id': next(self.ids), 'path': path, 'is_done': False})
-        return self.backups[-1]
+        return back_up
 
     def ask(self) -> None:
         """Write a snapshot as soon as possible."""
         self.due_at = -math.inf
 
-    def next_at(self) -> float:
-        """When to act; inf while there is nothing to do."""
-        return self.due_at if all(backup['is_done'] for backup in self.backups) else -math.inf
-
     def act(self, now: float) -> None:
-        """Do what is due."""
-        for backup in self.backups:
-            if not backup['is_done']:
-                error = self.write(write_backup, backup['path'])
-                backup.update({'error': error} if error else {}, is_done=True)
-        if self.due_at <= now:
-            is_wanted = self.due_at == -math.inf or self.saved != self.store.changes
-            if is_wanted and self.write_snapshot():
-                self.announce(f'TORC_SNAPSHOT_DONE={self.store.file_path}\n')
-            self.due_at = time.monotonic() + self.interval_s
+        """Write the snapshot that is due."""
+        is_wanted = self.due_at == -math.inf or self.saved != self.store.changes
+        if is_wanted and self.write_snapshot():
+            self.announce(f'TORC_SNAPSHOT_DONE={self.store.file_path}\n')
+        self.due_at = time.monotonic() + self.interval_s
 
     def write(self, act: Callable[[Store, str], Any], path: str) -> str:
         """Put a copy in the place of a file; why there is none, or ''."""
@@ -12435,45 +12403,23 @@ def parse_head(data: bytes) -> RequestHead:
         raise BadInput(f'more than {MAX_FIELDS} header fields', http=431)
     if not FIELD_LINES.match(rest):
         raise BadInput('a header field is malformed', http=400)
-    fields = parse_fields(rest)
-    method, target, minor = match.groups()
-    path, _, query = target.partition('?')
-    wish = fields.get('connection', '').lower()
-    keeps_alive = 'close' not in wish if minor == '1' else 'keep-alive' in wish
-    return RequestHead(method, path, query, fields, parse_length(fields), keeps_alive)
-
-
-def parse_fields(text: str) -> Dict[str, str]:
-    """Well-formed header lines -> values by lower-case name. What must not stand twice is refused."""
     fields = {}     # type: Dict[str, str]
-    for line in text.split('\r\n')[1:]:
-        name, _, value = line.partition(':')
+    for field in rest.split('\r\n')[1:]:
+        name, _, value = field.partition(':')
         name = name.lower()
         if name in fields and name in SINGLE_FIELDS:
             raise BadInput(f'the header field {name} stands twice', http=400)
         fields[name] = value.strip(' \t')
-    return fields
-
-
-def parse_length(fields: Dict[str, str]) -> int:
-    """Length of the body. Chunked bodies are refused: read as plain they would hide a second request."""
-    if 'transfer-encoding' in fields:
+    if 'transfer-encoding' in fields:       # read as plain, a chunked body would hide a second request
         raise BadInput('Transfer-Encoding is not supported: send the body with a Content-Length', http=501)
-    text = fields.get('content-length', '0')
-    if not re.match(r'[0-9]{1,10}\Z', text):
+    length = fields.get('content-length', '0')
+    if not re.match(r'[0-9]{1,10}\Z', length):
         raise BadInput('Content-Length is not a number of bytes', http=400)
-    return int(text)
-
-
-def check_head_size(data: bytearray, end: int) -> None:
-    """Refuse a head that is too long, or no HTTP at all, whether it is complete (`end` of it) or not (-1)."""
-    if not 65 <= data[0] <= 90:
-        hint = ' but a hello of TLS: write http:// in the address' if data[0] == 22 else ''
-        raise BadInput(f'this is not a request of HTTP/1.1{hint}', http=400)
-    if data.find(b'\r\n', 0, MAX_REQUEST_LINE_BYTES) < 0 and len(data) > MAX_REQUEST_LINE_BYTES:
-        raise BadInput(f'the request line is longer than {MAX_REQUEST_LINE_BYTES} bytes', http=414)
-    if (len(data) if end < 0 else end) > MAX_HEAD_BYTES:
-        raise BadInput(f'the header fields are longer than {MAX_HEAD_BYTES} bytes', http=431)
+    method, target, minor = match.groups()
+    path, _, query = target.partition('?')
+    wish = fields.get('connection', '').lower()
+    keeps_alive = 'close' not in wish if minor == '1' else 'keep-alive' in wish
+    return RequestHead(method, path, query, fields, int(length), keeps_alive)
 
 
 def format_answer(status: int, body: bytes, fields: str = '') -> bytes:
@@ -12535,10 +12481,6 @@ class Signer:
         mac = sign(self.token, 'request', self.server_id, clock, self.nonce, digest, method, target)
         return f'{SIGNATURE_SCHEME} {clock} {self.nonce} {digest} {mac}'
 
-    def sign_answer(self, status: int, body: bytes) -> str:
-        """The signature of the answer to the last request."""
-        return sign_answer(self.token, self.nonce, status, body)
-
 
 class SignedRequests:
     """Knows requests that were signed with a token, each once."""
@@ -12580,35 +12522,25 @@ def open_tls(certificate: str, key: str) -> Any:
     context.options |= getattr(ssl, 'OP_NO_RENEGOTIATION', 0)   # it costs a client nothing and us a signature
     # A client that closes without a notice is no error: HTTP states lengths.
     context.options |= getattr(ssl, 'OP_IGNORE_UNEXPECTED_EOF', 0)
-    check_key_file(key or certificate)
+
+    def refuse_encrypted() -> str:
+        """Called for the password of a key: there is no terminal to ask at."""
+        raise BadInput(f'the key in {path} is encrypted: `openssl pkey -in {shlex.quote(path)}` writes it '
+                       'without a password')
+    path = key or certificate
     try:
-        context.load_cert_chain(
-            certificate, key or None, functools.partial(refuse_encrypted, key or certificate))
+        if os.stat(path).st_mode & 0o007:       # a group may read it: services share certificates that way
+            raise Denied(f'other users can read the key in {path}: `chmod o= {shlex.quote(path)}`; '
+                         'it may be known already')
+        context.load_cert_chain(certificate, key or None, refuse_encrypted)
     except ssl.SSLError as error:
         if error.reason == 'KEY_VALUES_MISMATCH':
             raise BadInput(f'the key in {key} is not that of the certificate in {certificate}') from None
         raise BadInput(f'{certificate} and {key or "no --tls-key"} are not a certificate '
                        'and its key in PEM form') from None
     except OSError as error:
-        raise BadInput(f'cannot read {certificate} or {key}: {error.strerror}') from None
+        raise BadInput(f'cannot read {error.filename or certificate}: {error.strerror}') from None
     return context
-
-
-def check_key_file(path: str) -> None:
-    """Refuse a private key that everybody can read. A group may: services share certificates that way."""
-    try:
-        mode = os.stat(path).st_mode
-    except OSError as error:
-        raise BadInput(f'cannot read {path}: {error.strerror}') from None
-    if mode & 0o007:
-        raise Denied(f'other users can read the key in {path}: `chmod o= {shlex.quote(path)}`; '
-                     'it may be known already')
-
-
-def refuse_encrypted(path: str) -> str:
-    """Called for the password of a key: there is no terminal to ask at."""
-    raise BadInput(f'the key in {path} is encrypted: `openssl pkey -in {shlex.quote(path)}` writes it '
-                   'without a password')
 
 
 def read_fingerprint(path: str) -> str:
@@ -12668,8 +12600,14 @@ def take_head(received: bytearray, names: Set[str], scheme: str) -> Optional[Req
         del received[:2]
     if not received or received == b'\r':
         return None
+    if not 65 <= received[0] <= 90:
+        hint = ' but a hello of TLS: write http:// in the address' if received[0] == 22 else ''
+        raise BadInput(f'this is not a request of HTTP/1.1{hint}', http=400)
     end = received.find(b'\r\n\r\n')
-    check_head_size(received, end)
+    if received.find(b'\r\n', 0, MAX_REQUEST_LINE_BYTES) < 0 and len(received) > MAX_REQUEST_LINE_BYTES:
+        raise BadInput(f'the request line is longer than {MAX_REQUEST_LINE_BYTES} bytes', http=414)
+    if (len(received) if end < 0 else end) > MAX_HEAD_BYTES:
+        raise BadInput(f'the header fields are longer than {MAX_HEAD_BYTES} bytes', http=431)
     if end < 0:
         return None
     head = parse_head(bytes(received[:end]))
@@ -13091,6 +13029,7 @@ MAX_CONNECTIONS = 256
 STACK_BYTES = 4 * 2 ** 20           # of a thread: below 2 MiB nested JSON crashes Python 3.13
 HURRY_S = 2.0                       # a request that is longer on its way may make room
 LARGE_BYTES = 2 ** 20               # of an answer, after which memory is given back
+EMBEDDED_GRACE_S = 0.3              # an embedded server waits so long after its last client
 REFUSAL_FIELDS = {                  # status -> header lines of a refusal
     401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}
 
@@ -13177,8 +13116,9 @@ class Listener:
             self.connections.pop(client, None)
             self.left.notify_all()
             is_last = not self.connections
-        if is_last:
-            self.server.on_last_left()
+        if is_last and self.server.is_embedded:
+            self.server.leave_at = time.monotonic() + EMBEDDED_GRACE_S
+            self.server.wake()
 
     def handle_error(self, client: socket.socket, address: Any) -> None:
         """A bug, or an error that nothing has expected, has ended a thread."""
@@ -13319,7 +13259,8 @@ class Handler:
     def read_body(self, needed_s: float) -> bytearray:
         """The body, all of it: ConnectionError if it ends before."""
         head = self.head
-        limit = 0 if head.path in OPEN_PATHS else body_limit(head.path)
+        limit = 0 if head.path in OPEN_PATHS else MAX_BULK_BODY_BYTES if head.path.endswith(BULK_ENDINGS) \
+            else MAX_BODY_BYTES
         if head.length > limit:
             raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
         if len(self.received) < head.length:
@@ -13507,7 +13448,6 @@ TICK_S = 5.0                        # between checks for lost nodes
 ABSENCE_S = 2 * TICK_S              # in a turn so much longer than planned no runner could reach us
 STOP_S = 1.0                        # at the end, for clients that take their last answers
 EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
-EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
 MANY_ROWS = 5000                    # changed in a turn, after which memory is given back
 WARNING_LASTS_S = 60.0              # between log lines on one subject, such as requests of one address
 MOST_KEPT_S = 60.0                  # that a runner's turn is kept; it asks for less
@@ -13535,8 +13475,9 @@ class Asked:
 
 def tend(service: Service) -> bool:
     """Take the jobs of lost nodes back. True while there are nodes to watch."""
-    release_lost_nodes(service.context(), node_lives)
-    return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
+    with service.transaction():
+        release_lost_nodes(service.context(), node_lives)
+        return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
 
 def notice_dead_runners(service: Service) -> None:
@@ -13607,7 +13548,7 @@ class Server:
         self.tls = tls                          # an ssl.SSLContext, or None
         self.scheme = 'http' if tls is None else 'https'
         self.is_embedded = is_embedded
-        self.tick = tick                        # called now and then in a transaction; true: again soon
+        self.tick = tick                        # called now and then; true: again soon
         self.lock = threading.Lock()            # of `asked`, `is_over` and `warned`
         self.asked = collections.deque()        # type: Any  # of Asked: what is to be answered
         self.at_work = []                       # type: List[Asked]  # those of this turn
@@ -13725,12 +13666,6 @@ class Server:
         with contextlib.suppress(OSError):      # full: it wakes anyway; closed: the server has ended
             self.wake_writer.send(word)
 
-    def on_last_left(self) -> None:
-        """The last connection is gone."""
-        if self.is_embedded:
-            self.leave_at = time.monotonic() + EMBEDDED_GRACE_S
-            self.wake()
-
     def warn(self, subject: str, message: str) -> None:
         """Log what may happen very often, on each subject once a minute: nobody can fill the log."""
         now = time.monotonic()
@@ -13755,16 +13690,11 @@ class Server:
         self.feeds.add_updates(self.service.take_updates())     # committed since the last time
         changed = self.store.connection.total_changes - self.seen_rows
         self.seen_rows += changed
-        if changed:
-            self.wake_waiters()
-        if changed > MANY_ROWS:
-            give_memory_back()
-
-    def wake_waiters(self) -> None:
-        """Wake the runners for which the turn may have brought something."""
-        for workflow_id in list(self.waiters.counts):
+        for workflow_id in list(self.waiters.counts) if changed else ():
             if self.work(lambda service: has_news(service.context(), workflow_id)):
                 self.waiters.announce(workflow_id)
+        if changed > MANY_ROWS:
+            give_memory_back()
 
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
@@ -13780,7 +13710,7 @@ class Server:
             yield self.leave_at, self.on_idle
         yield self.tick_at, self.on_tick
         if self.store.copies is not None:
-            yield self.store.copies.next_at(), self.store.copies.act
+            yield self.store.copies.due_at, self.store.copies.act
 
     def on_clock(self, now: float) -> None:
         """Do what is due."""
@@ -13812,24 +13742,18 @@ class Server:
         """Answer what was asked, and let the threads that wait for it go on."""
         self.store.check_in_place()
         self.tick_at = min(self.tick_at, time.monotonic() + TICK_S)
-        batch = self.at_work = self.take_batch()
+        batch = self.at_work = []       # type: List[Asked]
+        while self.asked and not (batch and ADMIN_SQL_PATH in (     # ad-hoc SQL is alone
+                batch[-1].call.route.path, self.asked[0].call.route.path)):
+            batch.append(self.asked.popleft())
         if any(is_about_runners(asked.call.route.path) for asked in batch):
             self.work(notice_dead_runners)      # who asks need not wait for a tick to see who was killed
         answers = self.answer_all(batch) if batch else []
         self.at_work = []
-        for asked, answer in zip(batch, answers):
-            asked.give(answer)
+        for asked, (status, value) in zip(batch, answers):
+            asked.give(value() if callable(value) else (status, value))     # of a backup, behind the commit
         with self.lock:
             self.asked.extendleft(reversed(batch[len(answers):]))
-
-    def take_batch(self) -> List[Asked]:
-        """The requests of this turn: all that are there, but for ad-hoc SQL, which is alone."""
-        batch = []      # type: List[Asked]
-        while self.asked and not any(asked.call.route.path == ADMIN_SQL_PATH for asked in batch):
-            if batch and self.asked[0].call.route.path == ADMIN_SQL_PATH:
-                break
-            batch.append(self.asked.popleft())
-        return batch
 
     def answer_all(self, requests: Sequence[Asked]) -> List[Tuple[int, Any]]:
         """Answers to requests, or the first of them, in one transaction. If it fails, each is tried alone."""
@@ -13875,13 +13799,8 @@ class Server:
     def on_tick(self, now: float) -> None:
         """Run the periodic work of the service."""
         self.feeds.forget()
-        goes_on = self.work(self.run_tick)
+        goes_on = self.work(self.tick)
         self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
-
-    def run_tick(self, service: Service) -> bool:
-        """The periodic work, in a transaction."""
-        with service.transaction():
-            return self.tick(service)
 
     def work(self, act: Callable[[Service], Any]) -> Any:
         """Do something with the service that nobody has asked for. Its answer; True if it failed."""
@@ -14132,7 +14051,9 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         yield where
     finally:
         for path in paths * (not goes_on()):
-            unregister_server(path, content)
+            with contextlib.suppress(OSError, Denied):      # it was removed already
+                if (read_server_file(path) or {}).get('server_id') == server_id:
+                    os.unlink(path)
 
 
 @contextlib.contextmanager
@@ -14148,20 +14069,17 @@ def pid_file(path: str) -> Iterator[None]:
 
 
 def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str], Any]) -> None:
-    """Put a copy of the database in its place, and say so."""
-    if not store.copies.write(functools.partial(keep_copy, kept=options.snapshots_kept), options.snapshot):
+    """Put a copy of the database in its place, and say so; the older ones stay as PATH.1 and so on."""
+    def write(store: Store, path: str) -> None:
+        refuse_special_file(path)
+        refuse_public_directory(os.path.dirname(path), 'TORC_SERVER_SNAPSHOT_PATH')
+        replace_with_copy(store, path + '.tmp')
+        names = [path + '.tmp', path] + [f'{path}.{number}' for number in range(1, options.snapshots_kept)]
+        for older, newer in zip(names[:0:-1], names[-2::-1]):   # from the oldest on, which is overwritten
+            if os.path.lexists(newer):
+                os.replace(newer, older)
+    if not store.copies.write(write, options.snapshot):
         announce(f'TORC_SNAPSHOT_DONE={options.snapshot}\n')
-
-
-def keep_copy(store: Store, path: str, kept: int) -> None:
-    """Put a copy of a database in the place of a file, the older ones beside it as PATH.1 and so on."""
-    refuse_special_file(path)
-    refuse_public_directory(os.path.dirname(path), 'TORC_SERVER_SNAPSHOT_PATH')
-    replace_with_copy(store, path + '.tmp')
-    names = [path + '.tmp', path] + [f'{path}.{number}' for number in range(1, kept)]
-    for older, newer in zip(names[:0:-1], names[-2::-1]):   # from the oldest on, which is overwritten
-        if os.path.lexists(newer):
-            os.replace(newer, older)
 
 
 # -------- log files --------
@@ -14592,7 +14510,7 @@ class HttpConnection:
         """ConnectionError unless an answer is our server's, to our last request, if requests are signed."""
         if self.signer is None:
             return
-        wanted = self.signer.sign_answer(response.status, body)
+        wanted = sign_answer(self.signer.token, self.signer.nonce, response.status, body)
         if not hmac.compare_digest(response.getheader('torc-signature', '').encode(), wanted.encode()):
             raise ConnectionError(f'its answer ({response.status}) is not signed by the server of the token: '
                                   'another program answers at this address, or alters what passes')
@@ -14692,7 +14610,8 @@ def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
         with contextlib.suppress(Denied, OSError):      # not ours to tell
             server = read_server_file(path) or {}
             has_moved = path == beside and server.get('travels') and server.get('token_file') == token_file
-            if has_moved or server and not is_server_over(server) and serves_address(server, parse_url(url)):
+            is_over = process_lives(server) is False
+            if has_moved or server and not is_over and serves_address(server, parse_url(url)):
                 return server
     return {}
 
@@ -14715,18 +14634,28 @@ class Connector:
     def __init__(self, url: str = '', database: str = '', token_file: str = '',
                  tls: Optional[TlsSettings] = None, credentials: Optional[Credentials] = None,
                  needs_server: bool = False) -> None:
-        self.named_url = url                    # the only server that will do; ''
-        self.credentials = credentials or Credentials()     # for that one
-        self.database = database                # or the database whose server, or whose file, will do
+        """See connect, which connects, too."""
+        url = url or ('' if database else os.environ.get('TORC_API_URL', ''))
+        own = '' if url else os.path.abspath(database or EMBEDDED_DATABASE)
+        registered = read_registration() if not url and not database and is_missing(own) else None
+        self.named_url = url and parse_url(url).url     # the only server that will do; ''
+        self.credentials = check_credentials(url, credentials or Credentials())     # for that one
+        # or the database whose server, or whose file, will do
+        self.database = registered['database'] if registered else own
         self.database_id = ''                   # ... and no other that is found later; '': any
-        self.token_file = token_file            # path of the token's file, or ''
+        # path of the token's file, or ''
+        self.token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
+        self.token_file = self.token_file if url and not self.credentials.password else ''
+        is_insecure = os.environ.get('TORC_TLS_INSECURE', '').lower() in ('1', 'true')
         self.tls = tls or TlsSettings()
+        self.tls = self.tls._replace(ca_file=self.tls.ca_file or os.environ.get('TORC_TLS_CA_CERT', ''),
+                                     is_insecure=self.tls.is_insecure or is_insecure)
         self.needs_server = needs_server        # fork an embedded server rather than open the database
         self.will_need_server = False           # ... later: take no database that a server comes back to
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
         self.start_server = start_embedded_server   # type: Callable[..., Any]  # or has the keeper do that
-        self.registration = ''                  # path of the file that led to the database; '': none did
-        self.server = {}                        # type: Dict[str, Any]  # the one in use, or to be waited for
+        self.registration = registration_path() if registered else ''   # the file that led to the database
+        self.server = registered or {}          # type: Dict[str, Any]  # the one in use, or to be waited for
         self.servers_started = 0                # embedded ones, by this client
         self.times_opened = 0                   # connections, or the database
         self.look_s = FIND_DEADLINE_S           # so long each step of a look for the server may take
@@ -14749,28 +14678,8 @@ class Connector:
         Without url and database: TORC_API_URL, torc_output/torc.db if there is one, the lasting server of
         this account (Unreachable if it was killed), a new torc_output/torc.db.
         """
-        client = cls.find(*where, **how)
+        client = cls(*where, **how)
         client.reconnect()
-        return client
-
-    @classmethod
-    def find(cls, url: str = '', database: str = '', token_file: str = '', tls: Optional[TlsSettings] = None,
-             credentials: Optional[Credentials] = None, needs_server: bool = False) -> Any:
-        """The client that connect() makes, before it connects."""
-        is_insecure = os.environ.get('TORC_TLS_INSECURE', '').lower() in ('1', 'true')
-        tls = tls or TlsSettings()
-        tls = tls._replace(ca_file=tls.ca_file or os.environ.get('TORC_TLS_CA_CERT', ''),
-                           is_insecure=tls.is_insecure or is_insecure)
-        token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
-        url = url or ('' if database else os.environ.get('TORC_API_URL', ''))
-        credentials = check_credentials(url, credentials or Credentials())
-        if url:
-            token_file = '' if credentials.password else token_file
-            return cls(parse_url(url).url, token_file=token_file, tls=tls, credentials=credentials)
-        own = os.path.abspath(database or EMBEDDED_DATABASE)
-        server = read_registration() if not database and is_missing(own) else None
-        client = cls(database=server['database'] if server else own, needs_server=needs_server, tls=tls)
-        client.server, client.registration = server or {}, registration_path() if server else ''
         return client
 
     def check_exists(self) -> None:
@@ -14882,7 +14791,7 @@ class Connector:
     def open(self) -> None:
         """One try to find what reconnect() wants: a server that was named or is known, else the database."""
         found, failure = self.read_server(), None       # type: Dict[str, Any], Optional[Unreachable]
-        if self.named_url or found and not is_server_over(found):
+        if self.named_url or found and process_lives(found) is not False:
             try:
                 self._connection, self.server = self.open_server(found), found
                 return
@@ -14893,7 +14802,12 @@ class Connector:
             raise failure
         self.check_free(found or self.server, failure)
         try:
-            self.take_database()
+            if not self.needs_server:
+                self._service, self.server = Service(hold_database(self.database)), {}
+                return
+            self.start_server(self.database, self.snapshot_interval_s)
+            self.servers_started += 1
+            self.open()
         except Conflict as error:
             raise failure or error from None    # it holds the database
 
@@ -14926,15 +14840,6 @@ class Connector:
         if self.times_opened and not self.in_memory and not any(
                 os.path.exists(self.database + end) for end in ('', RESCUED_END)):  # a start names the cure
             raise Unreachable(f'the database {self.database} is gone')      # make no new one
-
-    def take_database(self) -> None:
-        """Open the embedded database, or start a server for it. Conflict if another process has it."""
-        if self.needs_server:
-            self.start_server(self.database, self.snapshot_interval_s)
-            self.servers_started += 1
-            self.open()
-        else:
-            self._service, self.server = Service(hold_database(self.database)), {}
 
     def open_server(self, server: Dict[str, Any]) -> HttpConnection:
         """Connect to the first address at which a server answers, and proves that it is the one.
@@ -15030,11 +14935,6 @@ class PendingCall:
         if number >= 0:
             poll.register(number, select.POLLIN)
         return number < 0 or bool(poll.poll(0))
-
-    def abandon(self) -> None:
-        """Do without the answer."""
-        if self.connection is not None:
-            self.connection.close()
 
     def finish(self, deadline_s: float = CALL_DEADLINE_S) -> Any:
         """The answer. Raises what call() raises."""
@@ -15511,31 +15411,25 @@ sys.exit(torc.main())
 LAUNCHER_MARK = LAUNCHER.splitlines()[1].encode()
 
 
-class Installation(Row):
-    """What `install` makes below a prefix."""
-    launcher: str
-    module: str
-
-
-def installation_of(prefix: str) -> Installation:
-    """The paths below a prefix."""
+def installation_of(prefix: str) -> Tuple[str, str]:
+    """What `install` makes below a prefix: paths of the launcher and the module."""
     prefix = os.path.abspath(os.path.expanduser(prefix))
-    return Installation(os.path.join(prefix, 'bin', 'torc'), os.path.join(prefix, 'lib', 'torc', 'torc.py'))
+    return os.path.join(prefix, 'bin', 'torc'), os.path.join(prefix, 'lib', 'torc', 'torc.py')
 
 
-def write_installation(made: Installation) -> None:
+def write_installation(launcher: str, module: str) -> None:
     """Put module and launcher in place, each as a whole, and compile the module. OSError."""
     source = os.path.abspath(globals().get('__file__') or '')   # a script that comes through stdin has none
     if not os.path.isfile(source):
         raise BadInput('the file of this program is gone: install from a file that is there')
-    for path in made:
+    for path in (launcher, module):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.realpath(source) != os.path.realpath(made.module):
+    if os.path.realpath(source) != os.path.realpath(module):
         with open(source, 'rb') as file:
-            write_atomically(made.module, file.read(), 0o644)
-    py_compile.compile(made.module, optimize=0)     # without -O, as the launcher starts it
-    launcher = LAUNCHER.format(python=shlex.quote(sys.executable), library=os.path.dirname(made.module))
-    write_atomically(made.launcher, launcher.encode('utf-8', 'surrogateescape'), 0o755)
+            write_atomically(module, file.read(), 0o644)
+    py_compile.compile(module, optimize=0)      # without -O, as the launcher starts it
+    text = LAUNCHER.format(python=shlex.quote(sys.executable), library=os.path.dirname(module))
+    write_atomically(launcher, text.encode('utf-8', 'surrogateescape'), 0o755)
 
 
 # ======== 12. Processes: what /proc says of them, control groups, and the keeper of a runner ========
@@ -17877,23 +17771,15 @@ def startup_window_s(num_runners: int) -> int:
 UNKNOWN_PARTITION = Partition(cpus_per_node=MAX_INTEGER, memory_mb=MAX_INTEGER, shared=True)
 
 
-class AllocationNeeds(Row):
-    """What the largest of an allocation's jobs needs on each of its nodes, and how many jobs there are."""
-    num_cpus: int = 1
-    memory_bytes: int = 0
-    num_jobs: int = 1
-    runtime_s: int = 0          # of the longest
-
-
-def find_nodes(partitions: Sequence[Partition], name: Optional[str], needs: AllocationNeeds) -> Partition:
+def find_nodes(partitions: Sequence[Partition], name: Optional[str], needs: Dict[str, int]) -> Partition:
     """The nodes of a partition, or of the default one (the first): of several kinds those that jobs fit."""
     rows = [row for row in partitions if row.name == (name or partitions[0].name)]
-    fitting = [row for row in rows if row.cpus_per_node >= needs.num_cpus
-               and row.node.memory_bytes >= needs.memory_bytes]
+    fitting = [row for row in rows if row.cpus_per_node >= needs['num_cpus']
+               and row.node.memory_bytes >= needs['memory_bytes']]
     return (fitting or rows or [UNKNOWN_PARTITION])[0]
 
 
-def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, partition: Partition,
+def resource_options(scheduler: Dict[str, Any], needs: Dict[str, int], partition: Partition,
                      given: Set[str], num_allocations: int) -> Dict[str, str]:
     """CPUs and memory of an allocation, as options of sbatch, where the scheduler does not say them.
 
@@ -17907,8 +17793,8 @@ def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, partitio
     if scheduler.get('mem'):
         partition = partition._replace(memory_mb=parse_memory(scheduler['mem'], 'm') // MEGABYTE)
     shares = (scheduler.get('nodes') or 1) * num_allocations
-    jobs = ResourceClass('', needs.num_cpus, needs.memory_bytes, 0, 1, needs.runtime_s), needs.num_jobs
-    num_cpus, memory_mb, _ = size_request(partition, shares, [jobs])
+    jobs = ResourceClass('', needs['num_cpus'], needs['memory_bytes'], 0, 1, needs['runtime_s'])
+    num_cpus, memory_mb, _ = size_request(partition, shares, [(jobs, needs['num_jobs'])])
     found = {} if has_cpus else {'ntasks-per-node': '1', 'cpus-per-task': str(num_cpus)}
     return found if has_memory else dict(found, mem=f'{memory_mb}M')
 
@@ -17934,7 +17820,7 @@ class Submission(Row):
     workflow: Dict[str, Any]
     scheduler: Dict[str, Any]
     settings: Dict[str, Any]    # how its runner works: see submission_settings()
-    needs: AllocationNeeds
+    needs: Dict[str, int]       # of its largest job on a node, its longest job, and how many there are
     database_id: str
 
     @property
@@ -17967,22 +17853,6 @@ def job_name_of(submission: Submission) -> str:
     return submission_name(submission)
 
 
-def split_extra(scheduler: Dict[str, Any]) -> List[str]:
-    """A scheduler's `extra`, as words of a command line. Refused if it cannot be one."""
-    try:
-        return shlex.split(scheduler.get('extra') or '')
-    except ValueError as error:
-        raise Refused(printable(f"scheduler {scheduler.get('name')}: extra {scheduler['extra']!r} cannot be "
-                                f'read: {error}')) from None
-
-
-def names_of_options(words: Sequence[str]) -> Set[str]:
-    """'--mem=4G', '-c', '2' -> 'mem', 'c'."""
-    found = (word[2:].partition('=')[0] if word.startswith('--') else word[1:2]
-             for word in words if word.startswith('-'))
-    return set(found)
-
-
 def default_options(workflow: Dict[str, Any]) -> Dict[str, Any]:
     """Options from a workflow's slurm_defaults: a value, or True; False for one that is left out."""
     defaults = workflow.get('slurm_defaults') or {}
@@ -18011,8 +17881,14 @@ def batch_words(submission: Submission, partition: Partition) -> List[str]:
     """
     settings, scheduler = submission.settings, submission.scheduler
     defaults, own = default_options(submission.workflow), scheduler_options(scheduler)
-    extra, where = split_extra(scheduler), f"scheduler {scheduler.get('name')}"
-    given = {*defaults, *own, *names_of_options(extra)}
+    where = f"scheduler {scheduler.get('name')}"
+    try:
+        extra = shlex.split(scheduler.get('extra') or '')
+    except ValueError as error:
+        raise Refused(printable(f"{where}: extra {scheduler['extra']!r} cannot be read: {error}")) from None
+    named = (word[2:].partition('=')[0] if word.startswith('--') else word[1:2]     # '--mem=4G', '-c', '2'
+             for word in extra if word.startswith('-'))
+    given = {*defaults, *own, *named}
     for name in sorted(UNSUITABLE_OPTIONS & given):
         raise Refused(printable(f"{where}, or slurm_defaults: {'--' if name[1:] else '-'}{name} does not go "
                                 'with an allocation: remove it'))
@@ -18152,9 +18028,9 @@ def pin_program(output_dir: str) -> str:
         mark = hashlib.sha256(file.read())
     mark.update(f'{sys.executable} {sys.implementation.cache_tag}'.encode('utf-8', 'surrogateescape'))
     made = installation_of(os.path.join(output_dir, f'torc-{mark.hexdigest()[:12]}'))
-    if not (os.path.isfile(made.launcher) and os.path.isfile(made.module)):
-        write_installation(made)
-    return made.launcher
+    if not all(map(os.path.isfile, made)):
+        write_installation(*made)
+    return made[0]
 
 
 # -------- cancellation --------
@@ -18247,15 +18123,7 @@ def step_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     return {**dict.fromkeys(removed), **STEP_EXITS}
 
 
-def step_minutes(left_s: float) -> Optional[int]:
-    """A step's time limit, when it has so much time; None if nothing is known of its end.
-
-    Rounded up, 1 at least: the runner ends the step in time, and none may end before.
-    """
-    return None if math.isinf(left_s) else max(1, math.ceil(left_s / 60))
-
-
-def step_flags(job_id: str, name: str, needs: Needs, node_names: Sequence[str], minutes: Optional[int],
+def step_flags(job_id: str, name: str, needs: Needs, node_names: Sequence[str], left_s: float,
                config: Dict[str, Any]) -> List[str]:
     """The arguments of srun before the program, in the order of the page "Execution Modes".
 
@@ -18275,7 +18143,8 @@ def step_flags(job_id: str, name: str, needs: Needs, node_names: Sequence[str], 
     flags += [f'--nodes={num_nodes}'] + ['--ntasks-per-node=1', '--wait=0'] * (num_nodes > 1)
     flags += [f'--cpus-per-task={needs.num_cpus}', f'--mem={memory_mb}M']
     flags.append(f'--gpus={needs.num_gpus * num_nodes}' if needs.num_gpus else '--gres=none')
-    flags += [] if minutes is None else [f'--time={minutes}']
+    # Rounded up, 1 at least: the runner ends the step in time, and none may end before.
+    flags += [] if math.isinf(left_s) else [f'--time={max(1, math.ceil(left_s / 60))}']
     flags += [f'--signal={early}'] if early else []
     return flags + ['--input=none']
 
@@ -18579,11 +18448,6 @@ def read_step_sign(text: str) -> str:
     return next((kind for kind, pattern in STEP_SIGNS if re.search(pattern, text)), '')
 
 
-def read_lost_nodes(text: str) -> List[str]:
-    """Nodes of which srun's stderr says that they have failed."""
-    return [name for names in re.findall(r'Node failure on (\S+)', text) for name in expand_node_list(names)]
-
-
 def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state: str = '',
                stopped_for: str = '') -> str:
     """Which of STEP_OUTCOMES the end of a step is.
@@ -18843,19 +18707,15 @@ def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[st
         for path in (os.path.join(directory, name) for name in names
                      if name.startswith(first) and name.endswith(last)):
             (passed_over if os.path.islink(path) else found).append(path)
-        passed_over += [path for path in (os.path.join(directory, name) for name in below)
-                        if os.path.islink(path) and is_journal_place(path)]
+        passed_over += [path for path in (os.path.join(directory, name) for name in below) if os.path.islink(path)
+                        and (os.path.basename(path) == JOURNAL_DIRECTORY
+                             or os.path.isdir(os.path.join(path, JOURNAL_DIRECTORY)))]
     places = {path: os.path.realpath(path) for path in passed_over}
     problems = [f'{path} is a link, and not followed: to take in what is there, `workflows reconcile` with '
                 f'--base-dir {shlex.quote(place if os.path.isdir(place) else os.path.dirname(place))}'
                 for path, place in places.items()]
     problems += [f'{error.filename} cannot be searched: {error.strerror}' for error in errors]
     return sorted(filter(os.path.isfile, found)), sorted(problems)
-
-
-def is_journal_place(path: str) -> bool:
-    """Whether a directory is that of journals, or an output directory that has one."""
-    return os.path.basename(path) == JOURNAL_DIRECTORY or os.path.isdir(os.path.join(path, JOURNAL_DIRECTORY))
 
 
 class JournalContent(Row):
@@ -19081,16 +18941,14 @@ def visible_devices(wanted: Optional[int], root: str = '') -> Tuple[str, ...]:
     named = named_devices()
     if named:
         return tuple(named[:wanted])
-    count = count_driver_gpus(root) if named is None and wanted is None else wanted or 0
+    count = wanted or 0
+    if named is None and wanted is None:
+        count = len(glob.glob(root + '/proc/driver/nvidia/gpus/*')) or len(glob.glob(root + '/dev/nvidia[0-9]*'))
+        # Of AMD's driver a node without a number is a CPU, and one that control groups keep from us cannot be
+        # read (kfd_topology.c).
+        nodes = glob.glob(root + '/sys/class/kfd/kfd/topology/nodes/*/gpu_id')
+        count = count or sum(read_proc_text(path).strip() not in (b'', b'0') for path in nodes)
     return tuple(map(str, range(count)))
-
-
-def count_driver_gpus(root: str = '') -> int:
-    """GPUs that NVIDIA's driver shows, or AMD's: there a node without a number is a CPU, and one that
-    control groups keep from us cannot be read (kfd_topology.c)."""
-    count = len(glob.glob(root + '/proc/driver/nvidia/gpus/*')) or len(glob.glob(root + '/dev/nvidia[0-9]*'))
-    nodes = glob.glob(root + '/sys/class/kfd/kfd/topology/nodes/*/gpu_id')
-    return count or sum(read_proc_text(path).strip() not in (b'', b'0') for path in nodes)
 
 
 class Grant(Row):
@@ -19304,20 +19162,6 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
         cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
         return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
     return Verdict('failed', end.return_code)
-
-
-def stat_outputs(outputs: Sequence[Sequence[Any]]) -> Tuple[Dict[str, float], List[str]]:
-    """Modification times of declared output files, and the paths of those that are missing."""
-    found = read_file_times('', {str(file_id): path for file_id, path in outputs})
-    missing = [path for file_id, path in outputs if found.get(str(file_id), 0) is None]
-    return {key: time for key, time in found.items() if time is not None}, missing
-
-
-def make_output_directories(outputs: Sequence[Sequence[Any]]) -> None:
-    """Make the directories of declared output files. What cannot be made is the job's to report."""
-    for directory in {os.path.dirname(path.rstrip('/')) for _, path in outputs}.difference(('',)):
-        with contextlib.suppress(OSError, ValueError):
-            os.makedirs(directory, exist_ok=True)
 
 
 def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dict[str, Any]]:
@@ -19818,7 +19662,7 @@ class ServerLink(Part):
         if self.state == 'silent' and now >= self.window_ends_at:
             self.go_offline(now)
         if self.pending and self.waits_s and now >= self.planned_at and not self.pending.has_answer():
-            self.pending.abandon()      # the next one lists what we hold
+            self.pending.connection.close()     # the next one lists what we hold
             self.pending, self.waits_s, self.is_doubtful = None, 0.0, True
 
     def lease_s(self) -> float:
@@ -19880,17 +19724,14 @@ class ServerLink(Part):
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
         sent = {kind: rows[:MAX_COMPLETIONS_PER_REQUEST] for kind, rows in self.outbox.items()}
-        starts = sent['started'] + (self.all_starts() if self.is_doubtful else [])
+        begun = self.attempts.of('running', 'ended', 'recovering', 'reported') if self.is_doubtful else ()
+        starts = sent['started'] + [
+            [*attempt.key, format_time(attempt.process.started_at if attempt.process else attempt.end.at)]
+            for attempt in begun]
         started = {tuple(start[:2]): start for start in starts}     # type: Dict[Any, List[Any]]
         self.sent = {kind: len(rows) for kind, rows in sent.items()}
         return dict(sent, completions=[attempt.completion for attempt in self.sent_completions],
                     started=[start for key, start in started.items() if key not in ended])
-
-    def all_starts(self) -> List[List[Any]]:
-        """Of all attempts that have begun here and are not acknowledged."""
-        begun = self.attempts.of('running', 'ended', 'recovering', 'reported')
-        return [[*attempt.key, format_time(attempt.process.started_at if attempt.process else attempt.end.at)]
-                for attempt in begun]
 
     def receive(self, now: float) -> Optional[Dict[str, Any]]:
         """The answer to the request that is out, once it is there. What no other would cure passes."""
@@ -20412,9 +20253,11 @@ class Completions(Part):
 
     def on_verdict(self, attempt: Attempt, verdict: Verdict) -> None:
         """Make the completion; where a failure handler wants a retry, its recovery script runs first."""
-        times = {}      # type: Dict[str, float]
+        times = {}      # type: Dict[str, Optional[float]]
         if verdict.status == 'completed' and attempt.job['outputs']:
-            times, missing = stat_outputs(attempt.job['outputs'])
+            outputs = {str(file_id): path for file_id, path in attempt.job['outputs']}
+            times = read_file_times('', outputs)
+            missing = [path for key, path in outputs.items() if times.get(key, 0) is None]
             if missing:
                 verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
             elif self.context.workflow.get('enable_ro_crate'):
@@ -20423,6 +20266,7 @@ class Completions(Part):
             'job_id': attempt.id, 'attempt_id': attempt.attempt_id, 'return_code': verdict.return_code,
             'status': verdict.status, 'exec_time_minutes': attempt.end.wall_s / 60,
             'completion_time': format_time(attempt.end.at), 'retry': False, **attempt.usage}
+        times = {key: at for key, at in times.items() if at is not None}
         if times:
             completion['file_times'] = times
         if verdict.status != 'completed':
@@ -20643,7 +20487,9 @@ class Dispatcher(Part):
     def start(self, attempt: Attempt) -> bool:
         """Start one job. False if nothing can be started now."""
         context, outputs = self.context, []    # type: NodeContext, List[int]
-        make_output_directories(attempt.job['outputs'])
+        for directory in {os.path.dirname(path.rstrip('/')) for _, path in attempt.job['outputs']} - {''}:
+            with contextlib.suppress(OSError, ValueError):      # it is the job's to report
+                os.makedirs(directory, exist_ok=True)
         try:
             self.starter.start(attempt, outputs, functools.partial(self.completions.on_end, attempt))
         except (OSError, ValueError) as error:
@@ -20875,12 +20721,8 @@ class Monitor(Part):
         if check.error:
             self.context.say_once(f'memory limits: no look at what jobs share was possible: {check.error}')
         tree = self.sampler.trees.get(attempt)      # it may have ended
-        if tree is not None and tree.take_check(
-                now, self.sampler.rest_s(now - check.began), check.result):
-            self.end_job(attempt, tree)
-
-    def end_job(self, attempt: Attempt, tree: JobTree) -> None:
-        """SIGKILL for a job above its limit."""
+        if tree is None or not tree.take_check(now, self.sampler.rest_s(now - check.began), check.result):
+            return
         sizes = tree.memory_bytes, tree.limit_bytes
         used, limit = (f'{size / 1024 ** 3:.2f}GB' for size in sizes)
         names = {'workflow_id': self.context.workflow_id, 'job_id': attempt.id}
@@ -21070,9 +20912,9 @@ class SlurmStarter(Part):
         context, allocation = self.context, self.allocation
         name = name_step(context.workflow_id, attempt.id, context.run_id, attempt.attempt_id)
         step = Step(os.path.join(self.directory, name), context.stop_at, not attempt.grant.nodes)
-        is_wide, minutes = len(allocation.node_names) > 1, step_minutes(context.stop_at - time.monotonic())
+        is_wide, left_s = len(allocation.node_names) > 1, context.stop_at - time.monotonic()
         nodes = [allocation.node_names[index] for index in attempt.grant.nodes if is_wide]
-        flags = step_flags(allocation.job_id, name, attempt.needs, nodes, minutes, context.config)
+        flags = step_flags(allocation.job_id, name, attempt.needs, nodes, left_s, context.config)
         command = encode_text(compose_command(attempt.job['invocation_script'], attempt.job['command']))
         errors = self.make_files(step)
         try:
@@ -21201,22 +21043,18 @@ class SlurmStarter(Part):
         step.sign = step.sign if step.is_killed else read_step_sign(text)
         step.text = explain_step_failure(text)
         names = self.allocation.node_names      # several of them may go on without one (--no-kill)
-        for name in set(read_lost_nodes(text)).intersection(names):
+        lost = {name for word in re.findall(r'Node failure on (\S+)', text) for name in expand_node_list(word)}
+        for name in lost.intersection(names):
             if names.index(name) not in self.context.ledger.lost:
                 self.context.say(f'node {name} has failed: no more jobs are started on it')
             self.context.ledger.lose(names.index(name))
         if end.signal_number and step.number and notes.return_code is None:
-            self.end_orphan(attempt)
+            # srun was killed: its step may run on, and must not when the job is started anew.
+            step.is_canceling = True
+            self.send([attempt], 'KILL', lambda _: setattr(step, 'is_canceling', False))
         step.remove_files()
         process.end = step_end(end, notes)
         on_end(process)
-
-    def end_orphan(self, attempt: Attempt) -> None:
-        """srun was killed: its step may run on, and must not when the job is started anew."""
-        def on_reply(_: Reply) -> None:
-            attempt.step.is_canceling = False
-        attempt.step.is_canceling = True
-        self.send([attempt], 'KILL', on_reply)
 
     def judge(self, attempt: Attempt) -> Optional[Verdict]:
         """What the end of a step means, or None for "later": then it is asked again in each turn."""
@@ -21599,7 +21437,10 @@ def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
     reply = ask_slurm(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
     line = find_job_line(reply.out, job_id)
     facts, host = read_slurm_facts(line), environment.get('SLURMD_NODENAME', '')
-    obstacle = find_job_obstacle(reply, facts)
+    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
+    obstacle = '' if state is None or state.is_live else f'that job {state.meaning}'
+    if is_unknown_job(reply) or reply.code == 0 and not facts:
+        obstacle = 'Slurm knows no such job (any more)'
     if obstacle:
         return None, f'SLURM_JOB_ID is {job_id}, but {obstacle}: this runner works as if there were none'
     found = Allocation(job_id)
@@ -21620,14 +21461,6 @@ def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
         size, num_cpus = found.sizes[0], min(found.sizes[0].num_cpus, here.num_cpus)
         found.sizes = [NodeSize(num_cpus, size.memory_bytes * num_cpus // size.num_cpus, size.devices)]
     return found, '' if facts else f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
-
-
-def find_job_obstacle(reply: Reply, facts: Dict[str, str]) -> str:
-    """Why a job is none that we may use; '' if it is, or nothing can be known."""
-    if is_unknown_job(reply) or reply.code == 0 and not facts:
-        return 'Slurm knows no such job (any more)'
-    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
-    return '' if state is None or state.is_live else f'that job {state.meaning}'
 
 
 def find_sizes(names: Sequence[str], granted: Dict[str, NodeSize], here: NodeSize) -> List[NodeSize]:
@@ -21972,15 +21805,6 @@ class Shutdown(Part):
             context.say(f'{self.left_work}. Exiting job runner.')
 
 
-def count_jobs(answer: Dict[str, Any]) -> Dict[str, int]:
-    """What an answer says of the workflow's jobs, those of other runners too."""
-    counts = collections.Counter(answer['jobs_by_status'])
-    return {'total': sum(counts.values()), 'running': counts['running'], 'completed': counts['completed'],
-            'done': sum(counts[row.name] for row in STATUSES if row.is_done),
-            'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
-            'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
-
-
 def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
     """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel.
 
@@ -22109,9 +21933,13 @@ class Runner:
         for part in (self.actions, self.dispatcher):    # what an answer brings starts now
             part.act(time.monotonic())
         if self.link.num_answers:
-            counts = count_jobs(self.link.answer)
-            running = max(counts['running'], self.attempts.count('running'))
-            self.context.progress.on_turn(dict(counts, running=running))
+            counts = collections.Counter(self.link.answer['jobs_by_status'])    # also those of other runners
+            self.context.progress.on_turn({
+                'total': sum(counts.values()), 'running': max(counts['running'], self.attempts.count('running')),
+                'done': sum(counts[row.name] for row in STATUSES if row.is_done),
+                'completed': counts['completed'], 'canceled': counts['canceled'],
+                'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
+                'unfinished': self.link.answer['unfinished']})
         self.context.log.flush()
 
     def exchange(self) -> None:
@@ -23483,7 +23311,7 @@ def host_status(order: Order) -> HostAnswer:
     if state == 'ended':        # killed, perhaps, and its supervisor with it
         forget_server_of(stem)
     server = read_server_file(stem + '.connection') or {}
-    needs_tunnel = state == 'running' and bool(server.get('travels')) and is_server_over(server)
+    needs_tunnel = state == 'running' and bool(server.get('travels')) and process_lives(server) is False
     return dict(worker, state=state, hostname=socket.gethostname(), needs_tunnel=needs_tunnel)
 
 
@@ -25113,7 +24941,7 @@ class Session:
             # A typing error in --db must not leave an empty database: only what makes workflows makes one.
             is_reading = self.is_reading or self.command.name not in MAKERS
             tls = TlsSettings(self.options['tls_ca_cert'] or '', bool(self.options['tls_insecure']))
-            client = Client.find(self.options['url'] or '', self.database or '', '', tls, self.credentials)
+            client = Client(self.options['url'] or '', self.database or '', '', tls, self.credentials)
             if is_reading:
                 client.check_exists()
             client.will_need_server = self.command.name in RUNNER_COMMANDS
@@ -27623,7 +27451,7 @@ def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], setting
         refuse_late(workflow, parse_walltime(walltime), 'max_parallel_jobs' in settings,
                     f"the {walltime} of scheduler {scheduler.get('name')}", True)
     submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
-                            AllocationNeeds(), '')
+                            {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1, 'runtime_s': 0}, '')
     format_batch_script(submission, batch_words(submission, UNKNOWN_PARTITION), Caller((), ''))
 
 
@@ -27738,8 +27566,8 @@ class Submitter:
 
     def submit(self, row: Dict[str, Any]) -> Dict[str, Any]:
         """What has become of an allocation in hand. If somebody had it before, the queue may have its job."""
-        item = Submission(row['id'], self.workflow, row['scheduler'], row['settings'],
-                          AllocationNeeds(**row['needs']), row['database_id'])
+        item = Submission(row['id'], self.workflow, row['scheduler'], row['settings'], row['needs'],
+                          row['database_id'])
         if row['free_s'] is not None:
             reply = ask_slurm(find_own_jobs_argv())
             found = find_submitted(parse_own_jobs(reply.out), item)
@@ -30136,7 +29964,6 @@ def cmd_serve(session: Session, args: Arguments) -> Any:
     return 0
 
 
-BACKUP_POLL_S = 0.05
 
 
 def back_up(session: Session, args: Arguments) -> Answer:
@@ -30148,7 +29975,7 @@ def back_up(session: Session, args: Arguments) -> Answer:
         raise BadInput(f'directory {os.path.dirname(path)} for the backup not found')
     named = args['db'] or session.options['db'] or os.environ.get('DATABASE_URL')
     database = '' if session.options['url'] or not named else served_database(session, args)
-    client = Client.find(session.options['url'] or '', '' if database == IN_MEMORY else database)
+    client = Client(session.options['url'] or '', '' if database == IN_MEMORY else database)
     client.check_exists()
     with contextlib.closing(client):
         client.reconnect()
@@ -30157,12 +29984,7 @@ def back_up(session: Session, args: Arguments) -> Answer:
             client.copy_to(path)
         else:
             host = client.call('get_database')['host']
-            backup = client.call('backup_database', {'path': path})
-            while not backup['is_done']:
-                time.sleep(BACKUP_POLL_S)
-                backup = client.call('backup_database', {'path': path, 'id': backup['id']})
-            if backup.get('error'):
-                raise Refused(backup['error'])
+            client.call('backup_database', {'path': path})
         value = {'database': client.database or client.named_url, 'backup': path}
     found = f'on host {host}'   # with a file system of its own, perhaps
     with contextlib.suppress(FileNotFoundError):
@@ -30235,20 +30057,19 @@ def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
 
 def cmd_install(session: Session, args: Arguments) -> Answer:
     """Install this file as the command `torc`, compiled."""
-    made = installation_of(args['prefix'])
+    launcher, module = installation_of(args['prefix'])
     try:
-        if os.path.lexists(made.launcher) and not args['force']:
-            with open(made.launcher, 'rb') as file:
+        if os.path.lexists(launcher) and not args['force']:
+            with open(launcher, 'rb') as file:
                 if LAUNCHER_MARK not in file.read(200):
-                    raise Refused(f'{made.launcher} was not made by `install`: give another --prefix, '
+                    raise Refused(f'{launcher} was not made by `install`: give another --prefix, '
                                   'or --force to replace it')
-        write_installation(made)
+        write_installation(launcher, module)
     except OSError as error:
-        raise BadInput(f'cannot install {error.filename or made.module}: {error.strerror}; '
+        raise BadInput(f'cannot install {error.filename or module}: {error.strerror}; '
                        'give another place with --prefix') from None
-    value = {'launcher': made.launcher, 'module': made.module, 'python': sys.executable,
-             'version': __version__}
-    return Answer(value, [f'Installed torc {__version__} as {made.launcher}, for {sys.executable}'])
+    value = {'launcher': launcher, 'module': module, 'python': sys.executable, 'version': __version__}
+    return Answer(value, [f'Installed torc {__version__} as {launcher}, for {sys.executable}'])
 
 
 # ======== 20k. Arguments: what commands take ========
