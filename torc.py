@@ -173,10 +173,9 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass, py_compile, socketserver, ssl, tarfile, zlib = map(LateModule, (
-    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile', 'socketserver', 'ssl', 'tarfile', 'zlib'))
-futures = LateModule('concurrent.futures')
-http_client, http_server = LateModule('http.client'), LateModule('http.server')
+csv, ctypes, decimal, difflib, getpass, py_compile, ssl, tarfile, zlib = map(LateModule, (
+    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile', 'ssl', 'tarfile', 'zlib'))
+futures, http_client = LateModule('concurrent.futures'), LateModule('http.client')
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
@@ -11566,10 +11565,7 @@ def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
 
 @functools.lru_cache(maxsize=1000)
 def match_route(method: str, parts: Tuple[str, ...]) -> Optional[Route]:
-    """The route for the parts of a path, in which a number may stand for any other; None if there is none.
-
-    Of several the one with the fewest parameters.
-    """
+    """The route for the parts of a path, in which a number may stand for any other; None if there is none."""
     found = [route for route in ROUTES if route.method == method and len(route_parts(route)) == len(parts)
              and all(want == part or want[0] == '{' for want, part in zip(route_parts(route), parts))]
     return min(found, key=lambda route: route.path.count('{'), default=None)
@@ -11624,9 +11620,14 @@ def prepare_call(route: Route, parameters: Dict[str, Any], body: Any) -> Call:
         if field.is_required and name not in parameters:
             raise BadInput(f'{name} is missing in the query of {route.name}', http=400, field=name)
     arguments = dict(parameters)
-    if route.body:
+    if route.body == '-' and body is None:
+        raise wrong_type('the body', 'an object or another value', body)
+    if route.body[:1] in ('[', '-'):
+        arguments['body'] = check_value('the body', 'any' if route.body == '-' else route.body, body)
+    elif route.body:
         is_optional = route.name == 'claim_action' and body is None
-        arguments['body'] = body if is_optional else check_body(route.body, body)
+        arguments['body'] = None if is_optional else check_model(
+            '', route.body.lstrip('?'), body, is_partial=route.body[0] == '?')
     is_of_job = '{status}' in route.path or route.resource in VIEWS
     if is_of_job and 'status' in arguments and arguments['status'] not in STATUS_CODES:
         raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}",
@@ -11665,15 +11666,6 @@ def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]
         check_may_use(context, workflow_id, what)
     if not about:
         check_admin(context)
-
-
-def check_body(model: str, body: Any) -> Any:
-    """What a route's verb gets of a body."""
-    if model[0] not in '[-':
-        return check_model('', model.lstrip('?'), body, is_partial=model[0] == '?')
-    if model == '-' and body is None:
-        raise wrong_type('the body', 'an object or another value', body)
-    return check_value('the body', 'any' if model == '-' else model, body)
 
 
 def format_parameter(value: Any) -> str:
@@ -12352,8 +12344,8 @@ class CopyWriter:
 # Functions from bytes to a RequestHead and from an answer to bytes, the signatures of our own clients, TLS
 # contexts. Nothing here knows a socket, a store or a user.
 #
-# Heads are parsed here: http.server takes the end of a connection for that of a head, so that a request that
-# was cut off would be carried out, and it lets bare line feeds, folded lines and doubled lengths pass.
+# http.server is not used: it takes the end of a connection for that of a head, so that a request that was cut
+# off would be carried out, and it lets bare line feeds, folded lines and doubled lengths pass.
 
 OPEN_PATHS = ('/healthz', '/health')    # answered to everybody: they need neither token nor password
 STATIC_PATHS = (*OPEN_PATHS, API_PREFIX + '/ping')      # answered without a verb and without the store ...
@@ -12616,13 +12608,6 @@ def take_head(received: bytearray, names: Set[str], scheme: str) -> Optional[Req
     return head
 
 
-def offered_token(authorization: str) -> bytes:
-    """Token in an Authorization field: Bearer TOKEN, or Basic with the token as password; b'' for none."""
-    scheme, _, value = authorization.partition(' ')
-    is_bearer = scheme.lower() == 'bearer'
-    return value.strip().encode('latin-1') if is_bearer else offered_password(authorization)[1]
-
-
 def offered_password(authorization: str) -> Tuple[str, bytes]:
     """User and password in an Authorization field of the scheme Basic (RFC 7617); ('', b'') for none."""
     scheme, _, value = authorization.partition(' ')
@@ -12841,13 +12826,15 @@ class Authenticator:
         if self.token and authorization.startswith(SIGNATURE_SCHEME + ' '):
             nonce, digest = self.signed.check(authorization, head.method, f'{head.path}?{head.query}')
             return self.owner._replace(nonce=nonce, digest=digest)
-        if self.token and hmac.compare_digest(self.token, offered_token(authorization)):
+        user, password = offered_password(authorization)    # the token may be the password
+        scheme, _, value = authorization.partition(' ')
+        token = value.strip().encode('latin-1') if scheme.lower() == 'bearer' else password
+        if self.token and hmac.compare_digest(self.token, token):
             return self.owner
         if self.users is None:
             raise Denied(NO_TOKEN, http=401)
         if self.lets_anonymous and not authorization:   # a wrong password is no way to be anonymous
             return Identity(ANONYMOUS, False)
-        user, password = offered_password(authorization)
         if not user:
             raise Denied(LOG_IN.format(printable(head.fields.get('host', ''))), http=401)
         self.users.check(user, password)
@@ -13007,7 +12994,7 @@ class Feeds:
 
 # ======== 10d. Connections: accepted, and each with a thread that reads, asks and answers ========
 #
-# http.server and socketserver accept and start the threads. Invariants:
+# Invariants:
 #
 #   * A request is carried out only when all of it is there: one that is cut off in its head or its body, at
 #     whatever byte, or whose connection made room for another, is not. Nothing is read while it is at work,
@@ -13034,22 +13021,6 @@ REFUSAL_FIELDS = {                  # status -> header lines of a refusal
     401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}
 
 
-class Connection:
-    """What is known of a client beside its thread."""
-
-    def __init__(self, client: socket.socket) -> None:
-        self.socket = client        # or what speaks TLS on it
-        self.needed_until = time.monotonic() + HURRY_S      # it makes no room before; inf: it is at work
-        self.is_cut = False
-
-    def cut(self) -> None:
-        """End it: its thread wakes up, and ends."""
-        self.is_cut = True
-        with contextlib.suppress(OSError):      # the client has gone
-            # that of TLS would take the connection away under its thread
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
-
-
 def count_possible_connections() -> int:
     """As many threads and descriptors as leave enough to the user's other programs, and to this one."""
     found = [MAX_CONNECTIONS]
@@ -13060,12 +13031,9 @@ def count_possible_connections() -> int:
 
 
 class Listener:
-    """Accepts clients and gives each a thread. A mix-in of http.server's, see open_http_server()."""
-    daemon_threads = True
+    """Accepts clients and gives each a thread."""
 
-    def __init__(self, server: Any, listener: socket.socket, handler: Any) -> None:
-        super().__init__(listener.getsockname()[:2], handler, bind_and_activate=False)
-        self.socket.close()
+    def __init__(self, server: Any, listener: socket.socket) -> None:
         self.socket = listener
         self.server = server            # the Server whose clients these are
         self.most = count_possible_connections()
@@ -13078,26 +13046,21 @@ class Listener:
     def accept_all(self) -> None:
         """The thread that accepts."""
         while not self.is_closed:
-            self.handle_request()
+            try:
+                self.admit(*self.socket.accept())
+            except OSError as error:
+                if not self.is_closed:
+                    self.server.warn('accept', f'cannot accept a connection: {error.strerror}')
+                    self.cut_one()
+                    time.sleep(0.1)     # it stays pending: we would spin
 
-    def get_request(self) -> Tuple[socket.socket, Any]:
-        """Accept a client. OSError after a pause, if there is no descriptor."""
-        try:
-            return super().get_request()
-        except OSError as error:
-            if not self.is_closed:
-                self.server.warn('accept', f'cannot accept a connection: {error.strerror}')
-                self.cut_one()
-                time.sleep(0.1)     # it stays pending: we would spin
-            raise
-
-    def process_request(self, client: socket.socket, address: Any) -> None:
+    def admit(self, client: socket.socket, address: Any) -> None:
         """Start the thread of a client, or turn it away."""
         if self.make_room():
             with self.left:
-                self.connections[client] = Connection(client)
+                self.connections[client] = Connection(self, client, address)
             try:
-                return super().process_request(client, address)
+                return threading.Thread(target=self.serve, args=(client,), daemon=True).start()
             except RuntimeError as error:       # no thread can be started
                 self.server.warn('accept', f'cannot serve a connection: {error}')
                 self.cut_one()      # for the next one: a quiet client comes back, too
@@ -13107,11 +13070,22 @@ class Listener:
             with contextlib.suppress(OSError):      # gone
                 client.settimeout(0)
                 client.send(format_answer(503, format_json(format_error(error)).encode(), fields))
-        self.shutdown_request(client)
+        self.forget(client)
 
-    def shutdown_request(self, client: socket.socket) -> None:
+    def serve(self, client: socket.socket) -> None:
+        """A client's thread."""
+        try:
+            self.connections[client].handle()
+        except Exception:   # border: one client
+            log.exception('a bug in torc.py: one client was cut off')
+        finally:
+            self.forget(client)
+
+    def forget(self, client: socket.socket) -> None:
         """A connection has ended, or was not let in."""
-        super().shutdown_request(client)
+        with contextlib.suppress(OSError):      # the client has gone
+            client.shutdown(socket.SHUT_WR)
+        client.close()
         with self.left:
             self.connections.pop(client, None)
             self.left.notify_all()
@@ -13119,10 +13093,6 @@ class Listener:
         if is_last and self.server.is_embedded:
             self.server.leave_at = time.monotonic() + EMBEDDED_GRACE_S
             self.server.wake()
-
-    def handle_error(self, client: socket.socket, address: Any) -> None:
-        """A bug, or an error that nothing has expected, has ended a thread."""
-        log.exception('a bug in torc.py: one client was cut off')
 
     def make_room(self) -> bool:
         """Whether there is room for one more thread: the client that is needed least may have to go."""
@@ -13164,17 +13134,20 @@ class Listener:
                     if one.needed_until < math.inf or time.monotonic() > deadline:
                         one.cut()
                 self.left.wait(0.05)
-        self.server_close()
+        self.socket.close()
 
 
-class Handler:
-    """One client, in its thread. A mix-in of http.server's, see open_http_server()."""
+class Connection:
+    """One client, in its thread."""
 
-    def setup(self) -> None:
-        """Before anything is read."""
-        self.torc = self.server.server      # the Server
-        self.client = self.server.connections[self.request]
-        self.connection = self.request      # or what speaks TLS on it
+    def __init__(self, listener: Listener, client: socket.socket, address: Any) -> None:
+        self.listener = listener
+        self.torc = listener.server         # the Server
+        self.client = client
+        self.client_address = address
+        self.connection = client            # or what speaks TLS on it
+        self.needed_until = time.monotonic() + HURRY_S      # it makes no room before; inf: it is at work
+        self.is_cut = False
         self.received = bytearray()         # and not yet used
         self.bytes_in = 0                   # since the last answer
         self.is_let_in = False              # a request of it was
@@ -13182,18 +13155,28 @@ class Handler:
         self.head = None                    # type: Optional[RequestHead]  # of the request at hand
         self.identity = None                # type: Optional[Identity]
 
+    def cut(self) -> None:
+        """End it: its thread wakes up, and ends."""
+        self.is_cut = True
+        with contextlib.suppress(OSError):      # the client has gone
+            # that of TLS would take the connection away under its thread
+            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
+
     def handle(self) -> None:
         """All requests of the client."""
         try:
             # Without it a second small segment waits for the acknowledgement of the first, up to 40 ms.
-            self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # A host that has died does not say so; after two hours (tcp(7)) its threads end.
-            self.request.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if self.torc.tls is None or self.open_tls():
-                super().handle()
+            self.client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.close_connection = not (self.torc.tls is None or self.open_tls())
+            while not self.close_connection:
+                self.handle_one_request()
         except OSError as error:    # it has gone, or takes too long, or breaks TLS
             log.debug('%s: %s', self.client_address[0], error)
             self.is_over = True
+        finally:
+            self.finish()
 
     def open_tls(self) -> bool:
         """Shake hands. The first byte shows whether it speaks TLS: a plain request gets a plain answer."""
@@ -13203,7 +13186,7 @@ class Handler:
             self.refuse(BadInput('this port speaks TLS: write https:// in the address', http=400))
         if not first or first.isalpha():
             return False
-        self.connection = self.client.socket = self.torc.tls.wrap_socket(
+        self.connection = self.torc.tls.wrap_socket(
             self.connection, server_side=True, do_handshake_on_connect=False)
         self.connection.do_handshake()
         return True
@@ -13213,12 +13196,12 @@ class Handler:
         self.head, self.identity, self.close_connection = None, None, True
         try:
             if self.read_head():
-                self.server.note(self.client, math.inf)
+                self.listener.note(self, math.inf)
                 self.identity = self.torc.access.identify(self.head)
                 if self.head.length <= MAX_BODY_BYTES:
                     self.answer(self.read_body(HURRY_S))
                 else:
-                    with self.server.large_body:    # one at a time, and nobody is in a hurry
+                    with self.listener.large_body:  # one at a time, and nobody is in a hurry
                         self.answer(self.read_body(math.inf))
         except TorcError as error:
             self.refuse(error)
@@ -13244,10 +13227,10 @@ class Handler:
     def read_head(self) -> bool:
         """The head of the next request; False if none comes."""
         if self.is_let_in and not self.received:
-            self.server.note(self.client, 0.0)
+            self.listener.note(self, 0.0)
             if not self.receive(math.inf):
                 return False
-        self.server.note(self.client, HURRY_S)
+        self.listener.note(self, HURRY_S)
         deadline = time.monotonic() + CLIENT_DEADLINE_S
         while True:
             self.head = take_head(self.received, self.torc.names, self.torc.scheme)
@@ -13267,11 +13250,11 @@ class Handler:
             if 'expect' in head.fields:
                 self.send(b'HTTP/1.1 100 Continue\r\n\r\n')
             deadline = time.monotonic() + CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S
-            self.server.note(self.client, needed_s)
+            self.listener.note(self, needed_s)
             while len(self.received) < head.length:
                 if not self.receive(deadline):
                     raise ConnectionResetError(errno.ECONNRESET, 'the request was cut off')
-            self.server.note(self.client, math.inf)
+            self.listener.note(self, math.inf)
         body, self.received = self.received, self.received[head.length:]    # the next request has come, too
         del body[head.length:]
         digest = self.identity.digest
@@ -13411,11 +13394,11 @@ class Handler:
         """Close our side, and wait for the client's, which may still be sending."""
         with contextlib.suppress(OSError, ValueError):      # it has gone
             self.connection.settimeout(0)
-            if self.connection is not self.request:
+            if self.connection is not self.client:
                 with contextlib.suppress(OSError, ValueError):      # the client has not said so itself
                     self.connection.unwrap()    # close_notify: this is all, and no cut (RFC 8446, 6.1)
             socket.socket.shutdown(self.connection, socket.SHUT_WR)
-            self.server.note(self.client, 0.0)
+            self.listener.note(self, 0.0)
             deadline = time.monotonic() + DRAIN_S
             while not self.is_over and time.monotonic() < deadline:
                 self.connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -13423,17 +13406,10 @@ class Handler:
         self.connection.close()
 
 
-def open_http_server(server: Any, listener: socket.socket) -> Any:
-    """The Listener of a Server. Its classes are made here, as few commands need http.server's."""
-    bases = (Listener, socketserver.ThreadingMixIn, http_server.HTTPServer)
-    handler = type('HttpHandler', (Handler, http_server.BaseHTTPRequestHandler), {})
-    return type('HttpServer', bases, {})(server, listener, handler)
-
-
 # ======== 10e. Server: the thread that has the store, and what brings requests to it ========
 #
 # One process, one database, and one thread that touches it: the one that calls serve_forever(). All others
-# have each a client (Handler): they read, judge and parse, hand over a Call (ask()), and send the answer.
+# have each a client (Connection): they read, judge and parse, hand over a Call (ask()), and send the answer.
 #
 # A turn of the store's thread takes all the requests that have arrived in one transaction, each in a
 # savepoint of its own, with one commit, and only then come the answers. What a client has read is on disk,
@@ -13566,7 +13542,7 @@ class Server:
         self.traffic = Traffic(store.now)
         self.access = Authenticator(policy, self.id)
         self.feeds = Feeds()
-        self.listener = open_http_server(self, listener)
+        self.listener = Listener(self, listener)
         self.waiters = Waiters(self.listener.most // 2)
         if policy.users is not None:
             policy.users.room = threading.BoundedSemaphore(max(2, self.listener.most // 2))
@@ -13762,7 +13738,11 @@ class Server:
         try:
             with self.store.reading() if is_reading else self.service.transaction():
                 for asked in requests:
-                    answers.append(self.answer(asked))
+                    identity = asked.identity
+                    status, value = answer_call(self.service, asked.call, identity.user, identity.is_owner)
+                    if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
+                        raise Unreachable(value['error']['message'])
+                    answers.append((status, value))
                     if time.monotonic() > end:
                         break
             if not is_reading and self.failures_reported_at > -math.inf:
@@ -13777,13 +13757,6 @@ class Server:
             return [(503, format_error(failure))]
         return [answer for asked in requests for answer in self.answer_all([asked])]
 
-    def answer(self, asked: Asked) -> Tuple[int, Any]:
-        """Run one request inside the turn's transaction."""
-        status, value = answer_call(self.service, asked.call, asked.identity.user, asked.identity.is_owner)
-        if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
-            raise Unreachable(value['error']['message'])
-        return status, value
-
     def report_failure(self, count: int, reason: Exception) -> None:
         """Log that requests cannot be stored: at once, then once a minute, as clients ask again."""
         self.failures += count
@@ -13793,7 +13766,7 @@ class Server:
 
     def on_idle(self, now: float) -> None:
         """No client has come for long enough, or come back."""
-        self.is_leaving = True      # who is let in from now on is told so (Handler.answer())
+        self.is_leaving = True      # who is let in from now on is told so (Connection.answer())
         self.is_leaving = not self.listener.connections
 
     def on_tick(self, now: float) -> None:
@@ -14764,11 +14737,7 @@ class Connector:
             self.reconnect(wait_s)
 
     def reconnect(self, wait_s: Optional[float] = None) -> None:
-        """Find the server or the database again; an embedded server that has ended is started again.
-
-        Waits for what passes by itself: a server that starts or leaves, another command that has the
-        database.
-        """
+        """Find the server or the database again; an embedded server that has ended is started again."""
         self.close()
         # Who cannot wait long, as a runner with children, is not held up by a host that is down, either.
         longest_s = FIND_DEADLINE_S if wait_s is None else max(wait_s, CONNECT_DEADLINE_S)
@@ -14936,6 +14905,11 @@ class PendingCall:
             poll.register(number, select.POLLIN)
         return number < 0 or bool(poll.poll(0))
 
+    def abandon(self) -> None:
+        """Do without the answer."""
+        if self.connection is not None:
+            self.connection.close()
+
     def finish(self, deadline_s: float = CALL_DEADLINE_S) -> Any:
         """The answer. Raises what call() raises."""
         if self.connection is None:
@@ -15014,11 +14988,7 @@ class Client(Connector, Operations):
                 raise
 
     def call(self, op: str, body: Any = None, deadline_s: Optional[float] = None, **params: Any) -> Any:
-        """Carry out an operation: body as the model says, path and query parameters by name.
-
-        `id` stands for the first parameter of the path. Unreachable: nobody answered, and it may have been
-        done or not.
-        """
+        """Carry out an operation: body as the model says, path and query parameters by name."""
         deadline_s = deadline_s or CALL_DEADLINE_S
         try:
             return self.begin(op, body, deadline_s, **params).finish(deadline_s)
@@ -17989,10 +17959,7 @@ def parse_own_jobs(text: str) -> List[OwnJob]:
 
 
 def find_submitted(jobs: Iterable[OwnJob], submission: Submission) -> Optional[OwnJob]:
-    """The job of a record: by its comment, or by its name where a site has put another comment there.
-
-    Jobs of a chain share their name.
-    """
+    """The job of a record: by its comment, or by its name where a site has put another comment there."""
     tag, name = submission.tag, job_name_of(submission)
     found = [job for job in jobs if job.comment == tag]
     if not submission.scheduler.get('serialize_allocations'):
@@ -18941,14 +18908,16 @@ def visible_devices(wanted: Optional[int], root: str = '') -> Tuple[str, ...]:
     named = named_devices()
     if named:
         return tuple(named[:wanted])
-    count = wanted or 0
-    if named is None and wanted is None:
-        count = len(glob.glob(root + '/proc/driver/nvidia/gpus/*')) or len(glob.glob(root + '/dev/nvidia[0-9]*'))
-        # Of AMD's driver a node without a number is a CPU, and one that control groups keep from us cannot be
-        # read (kfd_topology.c).
-        nodes = glob.glob(root + '/sys/class/kfd/kfd/topology/nodes/*/gpu_id')
-        count = count or sum(read_proc_text(path).strip() not in (b'', b'0') for path in nodes)
+    count = count_driver_gpus(root) if named is None and wanted is None else wanted or 0
     return tuple(map(str, range(count)))
+
+
+def count_driver_gpus(root: str = '') -> int:
+    """GPUs that NVIDIA's driver shows, or AMD's: there a node without a number is a CPU, and one that
+    control groups keep from us cannot be read (kfd_topology.c)."""
+    count = len(glob.glob(root + '/proc/driver/nvidia/gpus/*')) or len(glob.glob(root + '/dev/nvidia[0-9]*'))
+    nodes = glob.glob(root + '/sys/class/kfd/kfd/topology/nodes/*/gpu_id')
+    return count or sum(read_proc_text(path).strip() not in (b'', b'0') for path in nodes)
 
 
 class Grant(Row):
@@ -18978,11 +18947,6 @@ class Ledger:
         self.shared = 0                 # counts GPUs handed out twice, for the queue strategy
         self.num_cpus = sum(node.num_cpus for node in nodes)    # of all nodes
         self.lost = set()               # type: Set[int]  # indexes of nodes that are gone
-
-    @property
-    def slots(self) -> int:
-        """How many of the smallest jobs run at once."""
-        return self.num_cpus if self.max_jobs is None else self.max_jobs
 
     @property
     def is_full(self) -> bool:
@@ -19209,12 +19173,6 @@ def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
     refuse_late(workflow, left_s, options.max_parallel_jobs is not None, f'the {left_s:.0f} s until the end')
 
 
-def parse_signal(name: str) -> int:
-    """'SIGTERM' or 'TERM' -> its number; SIGTERM for what is not a signal's name."""
-    word = re.sub('^(SIG)?', 'SIG', str(name).upper())
-    return int(signal.Signals.__members__.get(word, signal.SIGTERM))
-
-
 # ======== 16a. Output: whose directory it is, whether it can be written to, and the runner's log ========
 #
 # Output files are named by ids, which begin at 1 in every database: two databases would overwrite each
@@ -19414,7 +19372,8 @@ class NodeContext:
         self.run_id = workflow.get('run_id') or 0   # type: int
         self.node_id = 0                        # this runner, among the workflow's compute nodes
         self.config = execution_settings(workflow)
-        self.stop_signal = parse_signal(self.config['termination_signal'])
+        word = re.sub('^(SIG)?', 'SIG', str(self.config['termination_signal']).upper())     # 'SIGTERM' or 'TERM'
+        self.stop_signal = int(signal.Signals.__members__.get(word, signal.SIGTERM))
         self.options = options
         self.output = output
         self.log = log
@@ -19503,10 +19462,7 @@ OUTAGES = (Unreachable, Conflict, Denied)
 
 
 class ServerLink(Part):
-    """What this runner has to send, kept until it is acknowledged, and what is known of the server.
-
-    Runner.exchange composes each request of what the parts say, and hands the answer to them.
-    """
+    """What this runner has to send, kept until it is acknowledged, and what is known of the server."""
 
     def __init__(self, context: NodeContext, client: Any) -> None:
         super().__init__(context)
@@ -19662,7 +19618,7 @@ class ServerLink(Part):
         if self.state == 'silent' and now >= self.window_ends_at:
             self.go_offline(now)
         if self.pending and self.waits_s and now >= self.planned_at and not self.pending.has_answer():
-            self.pending.connection.close()     # the next one lists what we hold
+            self.pending.abandon()      # the next one lists what we hold
             self.pending, self.waits_s, self.is_doubtful = None, 0.0, True
 
     def lease_s(self) -> float:
@@ -19690,10 +19646,7 @@ class ServerLink(Part):
         return True
 
     def send(self, body: Dict[str, Any], patience_s: float) -> None:
-        """Send one runner_sync, with all updates. The server may keep one that finds no work for a while.
-
-        The children need us: the answer is fetched when it is there.
-        """
+        """Send one runner_sync, with all updates. The server may keep one that finds no work for a while."""
         context, lease_s = self.context, self.lease_s()
         tells, self.planned_at = self.has_updates, math.inf
         self.plan_wait(body['want'] is not None, tells, 0.0 if self.is_doubtful else patience_s)
@@ -19947,13 +19900,11 @@ class ClaimPolicy:
         self.ledger.release(grant)
         self.mean_s = wall_s if math.isinf(self.mean_s) else 0.8 * self.mean_s + 0.2 * wall_s
 
-    def rounds(self) -> int:
-        """How many jobs per slot to have at hand; 1 is no more than can start now."""
-        return max(1, min(int(AHEAD_S / max(self.mean_s, 1e-6)), MAX_ROUNDS_AHEAD))
-
     def want(self, remaining_s: float) -> Optional[Dict[str, Any]]:
         """The `want` of a runner_sync, or None."""
-        context, options, ledger, rounds = self.context, self.context.options, self.ledger, self.rounds()
+        context, options, ledger = self.context, self.context.options, self.ledger
+        # How many jobs per slot to have at hand; 1 is no more than can start now.
+        rounds = max(1, min(int(AHEAD_S / max(self.mean_s, 1e-6)), MAX_ROUNDS_AHEAD))
         if remaining_s < self.context.least_s:
             return None
         time_limit = None if math.isinf(remaining_s) else \
@@ -20216,12 +20167,6 @@ class Completions(Part):
         else:
             self.judge(attempt)
 
-    def on_start_failure(self, attempt: Attempt, reason: str) -> None:
-        """An attempt could not be started, by its own fault."""
-        attempt.end = ProcessEnd(1, 0, 0.0, 0.0, 0, time.time())
-        self.attempts.change(attempt, 'ended')
-        self.on_verdict(attempt, Verdict('failed', 1, reason))
-
     def judge(self, attempt: Attempt) -> None:
         """Ask what an end means: at once, or, where the answer is to come from elsewhere, later.
 
@@ -20372,7 +20317,8 @@ class Completions(Part):
             status=completion['status'], exec_time_s=f"{completion['exec_time_minutes'] * 60:.3f}",
             reason=completion.get('reason'))
         # At once where slots would stay empty, else with those that follow.
-        has_work = len(self.policy.backlog) >= self.policy.ledger.slots
+        ledger = self.policy.ledger
+        has_work = len(self.policy.backlog) >= (ledger.max_jobs or ledger.num_cpus)
         self.link.report_soon(max(0.0, self.link.sent_at + BATCH_S - time.monotonic()) if has_work else 0.0)
 
     def on_answer(self, sent: Sequence[Attempt], answer: Dict[str, Any]) -> None:
@@ -20518,7 +20464,9 @@ class Dispatcher(Part):
         if is_disk or number in EXHAUSTION or number == errno.ENOENT:
             self.context.pause(str(error))
             return False
-        self.completions.on_start_failure(attempt, f'cannot be started: {error}')
+        attempt.end = ProcessEnd(1, 0, 0.0, 0.0, 0, time.time())
+        self.attempts.change(attempt, 'ended')
+        self.completions.on_verdict(attempt, Verdict('failed', 1, f'cannot be started: {error}'))
         return True
 
     def revoke(self, keys: Sequence[Sequence[int]]) -> None:
@@ -21068,11 +21016,7 @@ class SlurmStarter(Part):
                           attempt.stopped_for)
         if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt):
             kind = 'early'
-        return self.find_verdict(attempt, kind)
-
-    def find_verdict(self, attempt: Attempt, kind: str) -> Verdict:
-        """What an end of this kind of STEP_OUTCOMES means for an attempt."""
-        step, config, outcome = attempt.step, self.context.config, STEP_OUTCOMES[kind]
+        config, outcome = self.context.config, STEP_OUTCOMES[kind]
         if kind == 'accounted':
             attempt.end = attempt.end._replace(return_code=step.code, signal_number=0)
         if not outcome.status:
