@@ -13109,7 +13109,7 @@ class Listener:
             if least is not None and least.needed_until <= time.monotonic():
                 least.cut()
 
-    def note(self, connection: Connection, needed_s: float) -> None:
+    def note(self, connection: 'Connection', needed_s: float) -> None:
         """For how long a connection is needed. ConnectionAbortedError if it had to make room meanwhile."""
         with self.left:
             if connection.is_cut:
