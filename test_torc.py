@@ -9208,7 +9208,7 @@ class RoomTest(ServedTest):
         """What the server knows of a client; None if nothing."""
         for one in list(self.listener.connections.values()):
             with contextlib.suppress(OSError):      # that one has gone
-                if one.socket.getpeername() == client.getsockname():
+                if one.connection.getpeername() == client.getsockname():
                     return one
         return None
 
@@ -9240,7 +9240,7 @@ class RoomTest(ServedTest):
         late = [self.connect(b'GET'), self.connect(b'GET')]
         for client in late:
             one = self.known(client)
-            self.world.wait(lambda: not select.select([one.socket], [], [], 0)[0], 10, 'its bytes to be read')
+            self.world.wait(lambda: not select.select([one.connection], [], [], 0)[0], 10, 'its bytes to be read')
             one.needed_until -= 200
         for goes in [*late, first, second]:      # late ones, then the longest idle
             self.idle() if goes is not late[0] else self.connect(b'GET')
