@@ -7649,7 +7649,8 @@ class StoryTest(WorldTest):
         """
         for line in filter(None, map(str.strip, story.splitlines())):
             command, _, wanted = line.partition(' -> ')
-            verb, *words = [word.format(there=self.there, **self.words) for word in shlex.split(command)]
+            known = dict(self.words, there=self.there)
+            verb, *words = [word.format(**known) for word in shlex.split(command)]
             if verb == 'serve':
                 self.words[words[0].split('.')[0]] = self.world.serve(*['-d'] * (words[0] != 'usual'), *words[words[0] == 'usual':])
             elif verb == 'kill':
@@ -7658,9 +7659,9 @@ class StoryTest(WorldTest):
                 self.end()
             else:
                 env = dict(word.split('=', 1) for word in itertools.takewhile(re.compile('[A-Z_]+=').match, words))
-                code, _, texts = wanted.partition(':')
+                code, _, texts = wanted.format(**known).partition(':')
                 outcome = self.outcome = self.world.cli(*words[len(env):], cwd=self.there, env=env)
-                texts = [text.format(there=self.there, **self.words) for text in texts.strip().split('; ')] if texts else []
+                texts = list(filter(None, texts.strip().split('; ')))
                 with self.subTest(line):
                     self.assertExit(int(code), outcome, *(text for text in texts if text[0] != '!'))
                     self.assertEqual([], [text for text in texts if text[0] == '!' and text[1:] in outcome.out + outcome.err], str(outcome))
@@ -9975,39 +9976,36 @@ OTHER_HOST = ('import sys, socket; sys.path.insert(0, sys.argv[1]); import torc\
               'sys.exit(torc.main(sys.argv[4:]))')
 
 
-class TravelTest(WorldTest):
+class TravelTest(StoryTest):
     """`serve` in allocations of Slurm: it moves with them, and its clients find it again."""
     PERIOD_S = 0.3      # of the lease
 
     def setUp(self) -> None:
         super().setUp()
         self.database = self.world.path('my.db')
-        self.path = self.database + '.connection'
         self.outside = dict(self.world.environment)
 
     def serve_in(self, job: int, host: str, *flags: Any) -> Background:
         """A server in an allocation, on a network file system that all hosts have; it answers."""
-        words = [sys.executable, '-B', '-c', OTHER_HOST, os.path.dirname(stub_path()), host, self.PERIOD_S]
-        words += ['serve', '--db', self.database, *flags]
-        stem = os.path.join(self.world.root, 'logs', f'{job} {host}')
-        process = Background([os.fsencode(str(word)) for word in words], self.world.directory,
-                             dict(self.outside, SLURM_JOB_ID=str(job), SLURMD_NODENAME=host), stem)
-        self.world.started.append(process)
-        self.world.wait(lambda: 'TORC_SERVER_PORT=' in process.out, 20, 'the server', [process])
-        return process
+        words = [sys.executable, '-B', '-c', OTHER_HOST, os.path.dirname(stub_path()), host, self.PERIOD_S, 'serve', '--db', self.database, *flags]
+        self.world.server = Background([os.fsencode(str(word)) for word in words], self.world.directory,
+                                       dict(self.outside, SLURM_JOB_ID=str(job), SLURMD_NODENAME=host),
+                                       os.path.join(self.world.root, 'logs', f'{job} {host}'))
+        self.world.started.append(self.world.server)
+        self.until_served()
+        return self.world.server
+
+    def until_served(self) -> None:
+        """Wait for the last server."""
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in self.world.server.out, 20, 'the server', [self.world.server])
 
     def content(self) -> Dict[str, Any]:
         """What the connection file says."""
-        return torc.read_server_file(self.path)
-
-    def end(self, server: Background, number: int = signal.SIGTERM) -> Outcome:
-        """End a server with a signal."""
-        server.send(number)
-        return self.assertExit(0, server.finish(20))
+        return torc.read_server_file(self.database + '.connection')
 
     def client(self, **how: Any) -> Any:
-        """A client of the database, on this host."""
-        client = torc.Client(database=self.database, **how)
+        """A client of the database, on this host, or of a server."""
+        client = torc.Client.connect(**how) if 'url' in how else torc.Client(database=self.database, **how)
         self.addCleanup(client.close)
         return client
 
@@ -10015,14 +10013,10 @@ class TravelTest(WorldTest):
         node = {'SLURM_JOB_ID': '1', 'SLURMD_NODENAME': 'n'}
         usual = '127.0.0.1', torc.DEFAULT_PORT, False
         for words, environment, expected in (
-                ([], {}, usual),
-                ([], {'SLURM_JOB_ID': '1'}, usual),     # a shell of salloc(1), on a login node
-                ([], node, ('0.0.0.0', 0, True)),
-                (['--no-auth'], node, ('127.0.0.1', 0, True)),
-                (['--host', 'n-ib', '--port', '99'], node, ('n-ib', 99, True)),
-                (['-d', ':memory:'], node, usual)):
-            with self.subTest(words, environment=environment), \
-                    unittest.mock.patch.dict(os.environ, environment):
+                ([], {}, usual), ([], {'SLURM_JOB_ID': '1'}, usual),     # a shell of salloc(1), on a login node
+                ([], node, ('0.0.0.0', 0, True)), (['--no-auth'], node, ('127.0.0.1', 0, True)),
+                (['--host', 'n-ib', '--port', '99'], node, ('n-ib', 99, True)), (['-d', ':memory:'], node, usual)):
+            with self.subTest(words, environment=environment), unittest.mock.patch.dict(os.environ, environment):
                 parsed = torc.parse_command_line(['serve', *words])
                 session = torc.Session(parsed.options, io.StringIO(), io.StringIO(), io.StringIO())
                 session.command = parsed.command
@@ -10032,17 +10026,15 @@ class TravelTest(WorldTest):
     @slow
     def test_clients_wait_while_it_moves_and_find_it_in_the_next_allocation_by_themselves(self) -> None:
         for number, name in ((signal.SIGTERM, 'moved.db'), (signal.SIGKILL, 'killed.db')):
-            self.database, self.path = self.world.path(name), self.world.path(name + '.connection')
-            first = self.serve_in(17, 'node1')
-            found = self.content()
+            self.database = self.world.path(name)
+            first, found = self.serve_in(17, 'node1'), self.content()
             self.assertEqual(('17', 'node1'), (found['allocation'], torc.parse_url(found['url']).host))
             self.assertLessEqual({'node1', *torc.own_addresses()}, {torc.parse_url(url).host for url in found['candidates']})
             client = self.client(needs_server=True)
             client.call('create_workflow', {'name': 'kept', 'user': 'me'})
-            url, token_file = self.content()['url'].replace('node1', '127.0.0.1'), self.database + '.token'
-            told = torc.Client.connect(url, token_file=token_file)      # as a job is at its start
-            self.addCleanup(told.close)
-            self.assertExit(0, self.world.cli('ping'))      # by its registration
+            # as a job is at its start
+            told = self.client(url=found['url'].replace('node1', '127.0.0.1'), token_file=self.database + '.token')
+            self.play('$ ping -> 0')      # by its registration
             first.send(number)
             first.finish(20)
             with self.assertRaisesRegex(torc.Unreachable, 'cannot be reached .*; it goes on in its next allocation .`squeue --me`.') as caught:
@@ -10054,32 +10046,31 @@ class TravelTest(WorldTest):
             self.assertEqual(number == signal.SIGKILL, 'to see whether it is renewed' in second.err)
             for one in (client, told):
                 self.assertEqual(['kept'], [row['name'] for row in one.call('list_workflows')['items']])
-            self.assertEqual(('18', 0), (torc.read_registration()['allocation'], client.servers_started))
-            self.assertExit(0, self.world.cli('ping'))
-            for one in (client, told):
                 one.close()
-            self.end(second, signal.SIGINT)     # for good
+            self.assertEqual(('18', 0), (torc.read_registration()['allocation'], client.servers_started))
+            self.play('$ ping -> 0')
+            self.end(signal.SIGINT)     # for good
             self.assertIsNone(self.content())
 
     @slow
     def test_while_it_moves_no_runner_starts_a_server_in_its_way_and_questions_are_answered(self) -> None:
-        self.end(self.serve_in(17, 'node1'))
+        self.serve_in(17, 'node1')
+        self.end()
         with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
             runner = self.client()
             runner.will_need_server = True
             self.assertRaisesRegex(torc.Unreachable, 'goes on in its next', runner.open)
-        outcome = self.assertExit(3, self.world.cli('workflows', 'list'), 'it goes on in its next allocation')
-        self.assertIn(f"rm {shlex.quote(torc.registration_path())} {shlex.quote(self.path)}", outcome.err)
-        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'No workflows found')
-        self.assertExit(3, self.world.cli('workflows', 'list'))     # ... by which nothing was forgotten
+        self.words['cure'] = f'rm {shlex.quote(torc.registration_path())} {shlex.quote(self.database + ".connection")}'
+        self.play('''
+            $ workflows list -> 3: it goes on in its next allocation; {cure}
+            $ --db my.db workflows list -> 0: No workflows found
+            $ workflows list -> 3: it goes on in its next allocation''')      # by which nothing was forgotten
         self.assertEqual('17', self.content()['allocation'])
 
     def test_a_killed_one_of_this_host_is_not_replaced_by_a_runner_either(self) -> None:
-        first = self.serve_in(17, socket.gethostname())
-        first.kill()
-        self.assertRaisesRegex(torc.Unreachable, 'was killed; it goes on in its next allocation',
-                               self.client(needs_server=True).open)
-        self.assertExit(3, self.world.cli('workflows', 'list'), 'was killed; it goes on in its next allocation')
+        self.serve_in(17, socket.gethostname()).kill()
+        self.assertRaisesRegex(torc.Unreachable, 'was killed; it goes on in its next allocation', self.client(needs_server=True).open)
+        self.play('$ workflows list -> 3: was killed; it goes on in its next allocation')
 
     def test_further_signals_do_not_cut_its_end_short(self) -> None:
         server = self.serve_in(17, 'node1', '--in-memory')
@@ -10096,13 +10087,12 @@ class TravelTest(WorldTest):
     @slow
     def test_in_an_allocation_it_waits_for_who_still_has_the_database(self) -> None:
         holder = torc.hold_database(self.database)
-        server = self.world.start('serve', '--db', 'my.db')
-        self.assertExit(4, server.finish(20), 'in use by another')
+        self.play('$ serve --db my.db -> 4: in use by another')
         self.world.environment.update(SLURM_JOB_ID='17', SLURMD_NODENAME='node1')
-        server = self.world.start('serve', '--db', 'my.db')
+        server = self.world.server = self.world.start('serve', '--db', 'my.db')
         self.world.wait(lambda: 'Waiting for its end' in server.err, 20, 'the notice', [server])
         holder.close()
-        self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
+        self.until_served()
 
 
 class EmbeddedTest(WorldTest):
@@ -10177,8 +10167,7 @@ class EmbeddedTest(WorldTest):
             with self.subTest(needs_server=needs_server):
                 self.leave_behind()
                 with contextlib.closing(torc.Client(database=self.database, needs_server=needs_server)) as client:
-                    names = [row['name'] for row in client.call('list_workflows')['items']]
-                self.assertEqual({'kept'}, set(names))
+                    self.assertEqual({'kept'}, {row['name'] for row in client.call('list_workflows')['items']})
                 self.end_server()
 
     @slow
@@ -10694,7 +10683,7 @@ class FindServerTest(StoryTest):
 
 
 @slow
-class TlsClientTest(WorldTest):
+class TlsClientTest(StoryTest):
     """https, from the client's side."""
 
     def serve(self, name: str, *flags: Any) -> str:
@@ -10703,42 +10692,43 @@ class TlsClientTest(WorldTest):
         return self.world.serve('--tls-cert', tls.certificate, '--tls-key', tls.key, *flags)
 
     def test_the_account_believes_the_server_that_was_started_here_and_no_other_certificate_there(self) -> None:
-        url = self.serve('other', '-d', 'my.db')       # a name that nobody can check
-        command = f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} jobs list $TORC_WORKFLOW_ID; echo at $TORC_API_URL'
-        self.assertExit(0, self.world.cli('exec', '-c', command))
-        self.assertExit(0, self.world.cli('logs', 1, 1), f'at {url}', 'job1')
-        self.assertExit(0, self.world.cli('--url', url, 'ping'))
+        self.words['url'] = self.serve('other', '-d', 'my.db')       # a name that nobody can check
+        self.words['jobs'] = f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} jobs list $TORC_WORKFLOW_ID'
+        self.play('''
+            $ exec -c "{jobs}; echo at $TORC_API_URL" -> 0
+            $ logs 1 1 -> 0: at {url}; job1
+            $ --url {url} ping -> 0''')
         path = self.world.path('my.db.connection')
-        found = json.loads(read_text(path))
-        torc.write_atomically(path, torc.format_json(dict(found, fingerprint='0' * 64)).encode())
-        self.assertExit(3, self.world.cli('--db', 'my.db', 'ping'), 'is not that of the server that was started here')
+        torc.write_atomically(path, torc.format_json(dict(json.loads(read_text(path)), fingerprint='0' * 64)).encode())
+        self.play('$ --db my.db ping -> 3: is not that of the server that was started here')
 
     def test_certificates_are_accepted_as_configured_and_jobs_get_what_their_runner_believes(self) -> None:
-        reasons = sys.version_info >= (3, 7)      # before, OpenSSL's reason does not reach Python
+        self.words['job'] = f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} ping; echo $TORC_TLS_CA_CERT'
         for name, text in (('good', ''), ('other', 'is not valid for'), ('expired', 'has expired')):
-            url = self.serve(name, '--db', f'{name}.db', '--no-auth')
+            # before Python 3.7, OpenSSL's reason does not reach it
+            self.words.update(url=self.serve(name, '--db', f'{name}.db', '--no-auth'), pem=f'{name}.pem', code=3 if text else 0,
+                              text=text if sys.version_info >= (3, 7) else '')
             os.rename(self.world.path(f'{name}.db.connection'), self.world.path('hidden'))      # a client from elsewhere
             os.unlink(torc.registration_path())
-            for words, env, said in (
-                    ((), {}, ['its certificate is not accepted here', '--tls-ca-cert FILE']), (('--tls-insecure',), {}, []),
-                    ((), {'TORC_TLS_INSECURE': 'true'}, []), (('--tls-ca-cert', f'{name}.pem'), {}, [text] if text else []),
-                    ((), {'TORC_TLS_CA_CERT': f'{name}.pem', 'TORC_TLS_INSECURE': '0'}, [text] if text else [])):
-                self.assertExit(3 if said else 0, self.world.cli('--url', url, *words, 'ping', env=env), *said * reasons)
+            self.play('''
+                $ --url {url} ping -> 3: its certificate is not accepted here; --tls-ca-cert FILE
+                $ --url {url} --tls-insecure ping -> 0
+                $ TORC_TLS_INSECURE=true --url {url} ping -> 0
+                $ --url {url} --tls-ca-cert {pem} ping -> {code}: {text}
+                $ TORC_TLS_CA_CERT={pem} TORC_TLS_INSECURE=0 --url {url} ping -> {code}: {text}''')
             if not text:
-                command = f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} ping; echo $TORC_TLS_CA_CERT'
-                self.assertExit(0, self.world.cli('--url', url, '--tls-ca-cert', 'good.pem', 'exec', '-c', command))
+                self.play('$ --url {url} --tls-ca-cert good.pem exec -c "{job}" -> 0')
                 said = self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o')
                 self.assertEqual(f'Server is running\n{self.world.path("good.pem")}\n', said)
-            self.world.server.send(signal.SIGTERM)
-            self.world.server.finish(10)
+            self.end()
 
     def test_the_wrong_scheme_is_reported(self) -> None:
-        url = self.serve('good', '--db', 'my.db')
-        env = {'TORC_TOKEN_FILE': self.world.path('my.db.token')}
-        self.assertExit(2, self.world.cli('--url', url.replace('https', 'http'), 'ping', env=env), 'write https:// in the address')
-        url = self.world.serve('--db', 'your.db').replace('http', 'https')
-        self.assertExit(3, self.world.cli('--url', url, 'ping'), 'write http:// in the address')
-        self.assertExit(2, self.world.cli('--url', url, '--tls-ca-cert', 'no.pem', 'ping'), 'cannot use the certificates in no.pem')
+        self.words['plain'] = self.serve('good', '--db', 'my.db').replace('https', 'http')
+        self.words['tls'] = self.world.serve('--db', 'your.db').replace('http', 'https')
+        self.play('''
+            $ TORC_TOKEN_FILE={here}/my.db.token --url {plain} ping -> 2: write https:// in the address
+            $ --url {tls} ping -> 3: write http:// in the address
+            $ --url {tls} --tls-ca-cert no.pem ping -> 2: cannot use the certificates in no.pem''')
 
     def test_what_tls_says_between_two_requests_is_not_the_end(self) -> None:
         tls = Tls(self.world)
