@@ -3063,16 +3063,37 @@ class ScenarioTest(ServiceTest):
     WORKFLOW = {}   # type: Dict[str, Any]
     REPEATS = {'start', 'end', 'return', 'lose', 'leave', 'hold', 'back', 'did', 'sync', 'spawn', 'replay'}
     REFUSES = {'complete', 'batch'}
-    CALLS = {       # verb -> operation on the workflow, its parameters, its body
+    CALLS = {       # verb -> operation on the workflow, its parameters, its body; or what a step does with its words
         'init': ('initialize_jobs', {}, None), 'reinit': ('initialize_jobs', {'only_uninitialized': True}, None),
-        'cancel': ('cancel_workflow', {}, None), 'archive': ('archive_workflow', {}, {'is_archived': True})}
-    SEES = {        # key -> operation on the workflow, its parameters, what is told of each item
+        'cancel': ('cancel_workflow', {}, None), 'archive': ('archive_workflow', {}, {'is_archived': True}),
+        'sync': lambda self, node: self.turn(node),
+        'ask': lambda self, node: self.turn(node, actions=list(torc.TRIGGERS)),     # for the actions that are due
+        'return': lambda self, job: self.turn(self.given[job][1], returned=[self.key(job)]),
+        'hold': lambda self, node, *jobs: self.turn(node, held=[self.key(job) for job in jobs], held_actions=[]),      # it says all that it has
+        'leave': lambda self, node, reason=None: self.call('update_compute_node', {'is_active': False, 'reason': reason}, id=self.node_id(node)),
+        'orphan': lambda self, job:     # another client has taken a running job from its node
+            self.store.run('UPDATE job SET compute_node_id = NULL WHERE id = ?', (self.job_id(job),)),
+        'new': lambda self, job: self.call('create_job', {'workflow_id': self.workflow_id, 'name': job, 'command': 'x'}),
+        'retry': lambda self, job, most='3', run='':
+            self.call('retry_job', job_id=self.job_id(job), run_id=int(run or self.run_id()), max_retries=int(most)),
+        'set': lambda self, job, status, run='':
+            self.call('manage_status_change', id=self.job_id(job), status=status, run_id=int(run or self.run_id()))}  # type: Dict[str, Any]
+    SEES = {        # key -> operation on the workflow, its parameters, what is told of each item; or what is seen
         'results': ('list_results', {'all_runs': True}, '{job_name}#{attempt_id}:{return_code}:{status}'),
         'reasons': ('list_results', {'all_runs': True}, '{job_name}#{attempt_id}:{reason}'),
         'current': ('list_results', {}, '{job_name}#{attempt_id}'),
         'jobs': ('list_jobs', {}, '{name}'), 'lineages': ('list_user_data', {}, '{name:.99}'), 'due': ('get_pending_actions', {}, '{trigger_type}'),
         'allocations': ('list_scheduled_compute_nodes', {}, '{status}'),
-        'ended': ('list_events', {'category': 'workflow_completed'}, '{data[run_id]}')}     # runs whose ends are events
+        'ended': ('list_events', {'category': 'workflow_completed'}, '{data[run_id]}'),     # runs whose ends are events
+        'changed': lambda self:     # jobs whose input has changed since they ran
+            self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'],
+        'actions': lambda self: [action['trigger_type'] for action in self.answer['actions']],     # that the last turn gave
+        'revoked': lambda self: self.names(job_id for job_id, _ in self.answer['revoked']),
+        'released': lambda self: [name for name, node_id in self.nodes.items() if node_id in self.answer],
+        'interruptions': lambda self: [f'{name}:{count}' for name, count in self.interrupted.items() if count],    # before the last claim
+        'known': lambda self: self.known,       # of the last replay
+        'run': lambda self: self.run_id(), 'complete': lambda self: self.call('is_workflow_complete', id=self.workflow_id)['is_complete'],
+    }   # type: Dict[str, Any]
 
     def assertScenarios(self, text: str, **words: str) -> None:
         """Act out scenarios; words that stand for others are replaced in them."""
@@ -3120,7 +3141,8 @@ class ScenarioTest(ServiceTest):
             self.assertEqual(value, value if re.match(pattern + r'\Z', found, re.DOTALL) else found, f'{key} after: {line}')
 
     def step(self, verb: str) -> Callable[..., None]:
-        return getattr(self, 'do_' + verb, functools.partial(self.do_call, verb))
+        call = self.CALLS.get(verb)
+        return getattr(self, 'do_' + verb, functools.partial(call, self) if callable(call) else functools.partial(self.do_call, verb))
 
     def assertStepRefused(self, words: str, step: Callable[[], Any], line: str) -> None:
         before = self.dump()
@@ -3132,64 +3154,41 @@ class ScenarioTest(ServiceTest):
 
     def see(self, key: str, with_attempt: bool = False) -> str:
         """What a word of the right side stands for."""
-        if key in self.SEES and not hasattr(self, 'see_' + key):
+        if hasattr(self, 'see_' + key):
+            return ','.join(getattr(self, 'see_' + key)())
+        if callable(self.SEES.get(key)):
+            return self.spell(self.SEES[key](self))
+        if key in self.SEES:
             operation, parameters, form = self.SEES[key]
             answer = self.call(operation, workflow_id=self.workflow_id, **parameters)
             items = answer['items'] if isinstance(answer, dict) else answer
             return ','.join(form.format_map(collections.defaultdict(str, item)) for item in items).replace('__torc_lineage__', '')
-        if hasattr(self, 'see_' + key):
-            return ','.join(getattr(self, 'see_' + key)())
         if key.startswith('why_'):
             reason = self.call('explain_job', id=self.job_id(key[4:])).get('reason') or ''
             names = {str(node_id): name for name, node_id in self.nodes.items()}
             return re.sub(r'(?<=compute node )\d+', lambda match: names[match.group()], reason)
         if isinstance(self.answer, dict) and key in self.answer:
-            value = self.answer[key]
-            return ','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+            return self.spell(self.answer[key])
         job = self.call('get_job', id=self.job_id(key))
         return job['status'] + (f"#{job['attempt_id']}" if with_attempt else '')
+
+    @staticmethod
+    def spell(value: Any) -> str:
+        return ','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
 
     def see_events(self) -> List[str]:
         """What happened to jobs."""
         events = self.call('list_events', workflow_id=self.workflow_id)['items']
         return [event['data']['event_type'] for event in events if event['data'].get('event_type', '').startswith('job_')]
 
-    def see_changed(self) -> List[str]:
-        """Jobs whose input has changed since they ran."""
-        return self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs']
-
-    def see_actions(self) -> List[str]:
-        """Triggers of the actions that the last turn gave."""
-        return [action['trigger_type'] for action in self.answer['actions']]
-
-    def see_revoked(self) -> List[str]:
-        return self.names(job_id for job_id, _ in self.answer['revoked'])
-
     def names(self, job_ids: Iterable[int]) -> List[str]:
         """Of jobs."""
         return [self.store.value('SELECT name FROM job WHERE id = ?', (job_id,)) for job_id in job_ids]
-
-    def see_released(self) -> List[str]:
-        return [name for name, node_id in self.nodes.items() if node_id in self.answer]
 
     def see_active(self) -> List[str]:
         """Nodes at work."""
         nodes = self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']
         return [name for name, node_id in self.nodes.items() if node_id in [node['id'] for node in nodes]]
-
-    def see_interruptions(self) -> List[str]:
-        """'job:count' of what was given last, and interrupted before."""
-        return [f'{name}:{count}' for name, count in self.interrupted.items() if count]
-
-    def see_known(self) -> List[str]:
-        """How many of the last replay were known."""
-        return [str(self.known)]
-
-    def see_run(self) -> List[str]:
-        return [str(self.run_id())]
-
-    def see_complete(self) -> List[str]:
-        return [str(self.call('is_workflow_complete', id=self.workflow_id)['is_complete']).lower()]
 
     def job_id(self, name: str) -> int:
         return self.store.value('SELECT id FROM job WHERE workflow_id = ? AND name = ?', (self.workflow_id, name.partition('#')[0]))
@@ -3236,9 +3235,6 @@ class ScenarioTest(ServiceTest):
     def do_node(self, name: str, lease: str = '60') -> None:
         self.nodes[name] = self.node(self.workflow_id, lease_s=float(lease), **self.process(name))
 
-    def do_sync(self, node: str) -> None:
-        self.turn(node)
-
     def do_claim(self, node: str, *names: str, limit: str = '100') -> None:
         """A node is given these jobs, and no others ('-': none)."""
         jobs = self.claim(self.workflow_id, self.node_id(node), int(limit))
@@ -3249,17 +3245,6 @@ class ScenarioTest(ServiceTest):
     def do_start(self, *jobs: str, by: str = '') -> None:
         for job in jobs:
             self.turn(by or self.given[job.partition('#')[0]][1], started=[[*self.key(job), torc.format_time(self.clock)]])
-
-    def do_return(self, job: str) -> None:
-        self.turn(self.given[job][1], returned=[self.key(job)])
-
-    def do_hold(self, node: str, *jobs: str) -> None:
-        """A node says all that it has."""
-        self.turn(node, held=[self.key(job) for job in jobs], held_actions=[])
-
-    def do_orphan(self, job: str) -> None:
-        """Another client has taken a running job from its node."""
-        self.store.run('UPDATE job SET compute_node_id = NULL WHERE id = ?', (self.job_id(job),))
 
     def do_back(self, node: str, *jobs: str) -> None:
         """A runner that was given up says, as another node, what it still runs."""
@@ -3275,10 +3260,6 @@ class ScenarioTest(ServiceTest):
         if self.answer['errors']:
             raise torc.Refused(self.answer['errors'][0]['message'])
         self.assertEqual([[end['job_id'], end['attempt_id'], self.see(job.partition('#')[0])]], self.answer['accepted'])
-
-    def do_ask(self, node: str) -> None:
-        """A node asks for the actions that are due."""
-        self.turn(node, actions=list(torc.TRIGGERS))
 
     def do_did(self, node: str, number: str, message: str = '') -> None:
         """A node has carried out the action of this number; a message says why it failed."""
@@ -3330,23 +3311,10 @@ class ScenarioTest(ServiceTest):
         """A job's fields change."""
         self.call('update_job', dict(fields, **({'status': status} if status else {})), id=self.job_id(job))
 
-    def do_new(self, job: str) -> None:
-        """Another job, uninitialized."""
-        self.call('create_job', {'workflow_id': self.workflow_id, 'name': job, 'command': 'x'})
-
-    def do_retry(self, job: str, most: str = '3', run: str = '') -> None:
-        self.call('retry_job', job_id=self.job_id(job), run_id=int(run or self.run_id()), max_retries=int(most))
-
-    def do_set(self, job: str, status: str, run: str = '') -> None:
-        self.call('manage_status_change', id=self.job_id(job), status=status, run_id=int(run or self.run_id()))
-
     def do_delete(self, name: str) -> None:
         """A node or a job."""
         is_node = name in self.nodes
         self.call('delete_compute_node' if is_node else 'delete_job', id=self.nodes[name] if is_node else self.job_id(name))
-
-    def do_leave(self, node: str, reason: Optional[str] = None) -> None:
-        self.call('update_compute_node', {'is_active': False, 'reason': reason}, id=self.node_id(node))
 
     def do_lose(self, node: str) -> None:
         """The process of a node is known to be gone."""
@@ -3393,7 +3361,9 @@ class StateTest(ScenarioTest):
     COLUMNS = 'uninitialized blocked ready pending running completed failed canceled terminated disabled pending_failed'.split()
     SHORT = {name[:6]: name for name in COLUMNS if name != 'pending_failed'}
     SHORT['undeci'] = 'pending_failed'      # undecided
-    SEES = dict(ScenarioTest.SEES, told=('list_events', {'category': 'workflow_canceled'}, '{data[category]}'))
+    SEES = dict(ScenarioTest.SEES, told=('list_events', {'category': 'workflow_canceled'}, '{data[category]}'),
+                canceled=lambda self: self.call('get_workflow', id=self.workflow_id)['is_canceled'])
+    CALLS = dict(ScenarioTest.CALLS, add=lambda self, job: self.call('create_result', self.result_of(job, 'failed:5', '', '', {})))
     OPERATIONS = """
         operation                    uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
         begin job                    -       -       -       runnin  runnin  -       -       -       -       -       -
@@ -3560,12 +3530,6 @@ class StateTest(ScenarioTest):
         self.assertRefused('not found in workflow', 'start_job', job_id=self.job_id('a'), run_id=1, compute_node_id=stranger)
         self.act('reset forced; reset jobs')
         self.assertRefused('job 4 not found', 'update_job', {'depends_on_job_ids': [4]}, id=self.job_id('a'))     # of another workflow
-
-    def see_canceled(self) -> List[str]:
-        return [str(self.call('get_workflow', id=self.workflow_id)['is_canceled']).lower()]
-
-    def do_add(self, job: str) -> None:
-        self.call('create_result', self.result_of(job, 'failed:5', '', '', {}))
 
     def test_a_node_that_ended_stays_ended_and_labels_are_a_set(self):
         self.begin('a')
@@ -4462,6 +4426,7 @@ LACKS = (
 
 class PlacesTest(ScenarioTest):
     """Scenarios of jobs with requirements: cells of make(), then fields of the scheduler s (there is t, too), then of the workflow."""
+    SEES = dict(ScenarioTest.SEES, got=lambda self: [job['name'] for job in self.answer['jobs']])
 
     def begin(self, line: str) -> None:
         jobs, scheduler, workflow = ([part.strip() for part in line.split('|')] + ['', ''])[:3]
@@ -4497,12 +4462,14 @@ class PlacesTest(ScenarioTest):
             self.nodes[node] = self.node(self.workflow_id, labels=want.get('labels'), **self.process(node))
         self.turn(node, explain=True, survey=True, want=want)
 
-    def see_got(self) -> List[str]:
-        return [job['name'] for job in self.answer['jobs']]
-
 
 class ClaimTest(PlacesTest):
     """Which jobs a node gets, and what it is told of those that it will never get."""
+    CALLS = dict(ScenarioTest.CALLS, next=lambda self, limit: setattr(
+        self, 'answer', self.call('claim_next_jobs', id=self.workflow_id, limit=int(limit))))
+    SEES = dict(    # claimed jobs and the indexes of their nodes; jobs that will never run here, and what they need
+        PlacesTest.SEES, placed=lambda self: [f"{job['name']}:{'+'.join(map(str, job['nodes']))}" for job in self.answer['jobs']],
+        told=lambda self: [notice.replace('jobs such as ', '').replace(' cannot run here: they need', ':') for notice in self.answer['notices']])
     TABLE = 'small 1 1g - 1 PT10M / long 1 1g - 1 PT2H / wide 3 1g - 1 PT10M / fat 1 7g - 1 PT10M / urgent 1 1g - 1 PT1M - - - 5' \
         ' / gpu 1 1g 1 1 PT10M / two 4 1g - 2 PT10M / tagged 1 1g - 1 PT10M a,b'
     BOUND = 'other 1 1g - 1 PT1M - 1 - 9 / free 1 1g - 1 PT1M - - - 5 / mine 1 1g - 1 PT1M - 0'
@@ -4607,17 +4574,6 @@ class ClaimTest(PlacesTest):
         body = {'num_cpus': int(cpus), 'memory_gb': float(gib), 'num_gpus': 0, 'num_nodes': int(nodes), **given}
         self.answer = self.call('claim_jobs_based_on_resources', body, id=self.workflow_id, limit=100,
                                 strict_scheduler_match=given.pop('strict', False))
-
-    def do_next(self, limit: str) -> None:
-        self.answer = self.call('claim_next_jobs', id=self.workflow_id, limit=int(limit))
-
-    def see_placed(self) -> List[str]:
-        """Claimed jobs and the indexes of their nodes."""
-        return [f"{job['name']}:{'+'.join(map(str, job['nodes']))}" for job in self.answer['jobs']]
-
-    def see_told(self) -> List[str]:
-        """Jobs that will never run here, and what they need."""
-        return [notice.replace('jobs such as ', '').replace(' cannot run here: they need', ':') for notice in self.answer['notices']]
 
     def test_a_node_takes_what_fits_it_in_order(self):
         self.assertScenarios(self.SCENARIOS, TABLE=self.TABLE, BOUND=self.BOUND)
@@ -4822,7 +4778,8 @@ class CompletionTest(ScenarioTest):
 
 
 class SpawnTest(ScenarioTest):
-    """Jobs that running jobs make."""
+    """Jobs that running jobs make. over: the last word of a lineage."""
+    CALLS = dict(ScenarioTest.CALLS, over=lambda self, job, **more: self.do_spawn(job, state='over', **more))
     WORKFLOW = {'dynamic_jobs': {'max_iterations': 2}}
     SCENARIOS = '''
         they wait for their maker and for each other, whatever becomes of the latter
@@ -4891,10 +4848,6 @@ class SpawnTest(ScenarioTest):
 
     def test_what_they_wait_for_and_when_they_go(self):
         self.assertScenarios(self.SCENARIOS)
-
-    def do_over(self, job: str, **more: str) -> None:
-        """The last word of a lineage."""
-        self.do_spawn(job, state='over', **more)
 
     def test_they_have_what_their_maker_gives_them(self):
         workflow_id = self.create('main:', workflow={'env': {'A': '1'}})
@@ -5112,7 +5065,10 @@ class RequestTest(ServiceTest):
 
 
 class NodeTest(ScenarioTest):
-    """Nodes that go away."""
+    """Nodes that go away. number: a turn of a runner that holds nothing, by its number."""
+    CALLS = dict(ScenarioTest.CALLS, number=lambda self, node, turn: self.turn(
+        node, turn=int(turn), held=[], want={'strategy': 'queue', 'limit': 1}))
+    SEES = dict(ScenarioTest.SEES, told=lambda self: [f'{status}:{count}' for status, count in self.answer['jobs_by_status'].items()])
     SCENARIOS = '''
         the wall time is from the first start to the last end, or to now while a job runs
           # at first, for the clock goes on
@@ -5253,13 +5209,6 @@ class NodeTest(ScenarioTest):
     def see_wall(self) -> List[str]:
         found = self.call('get_workflow_status', id=self.workflow_id).get('walltime_seconds')
         return [str(found and round(found, 1))]
-
-    def do_number(self, node: str, turn: str) -> None:
-        """A turn of a runner that holds nothing, by its number."""
-        self.turn(node, turn=int(turn), held=[], want={'strategy': 'queue', 'limit': 1})
-
-    def see_told(self) -> List[str]:
-        return [f'{status}:{count}' for status, count in self.answer['jobs_by_status'].items()]
 
     def test_what_becomes_of_the_jobs_of_nodes_that_go_away(self):
         self.assertScenarios(self.SCENARIOS, PAUSE=str(torc.MAX_RETRY_PAUSE_S))
@@ -5414,6 +5363,14 @@ class StepAccountsTest(ServiceTest):
 
 class WaitingTest(PlacesTest):
     """Why ready jobs do not run, and what actions and allocations wait for."""
+    CALLS = dict(
+        ScenarioTest.CALLS, scheduled=lambda self: self.call('claim_action', {}, workflow_id=self.workflow_id, action_id=self.action_id),
+        retried=lambda self, job: self.store.run("UPDATE job SET origin = 'retry' WHERE id = ?", (self.job_id(job),)))
+    SEES = dict(
+        PlacesTest.SEES, lacking=lambda self: [lack['name'] for lack in self.waiting()['ready'][0]['lacks']],
+        unless_A=lambda self: self.see_ready(ended=self.given_allocations[:1]),    # if the first allocation is known to be over
+        allocations=lambda self: ['{}:{slurm_job_id}:{status}:{scheduler_name}:{num_runners}:{remaining_seconds}'.format(name, **row)
+                                  for name, row in zip('ABC', self.waiting()['allocations'])])
     SCENARIOS = '''
         jobs without a runner wait for one, and those that need the same are one group
           a / b 2 / c 1 1g - 1 PT1M - - a
@@ -5520,18 +5477,11 @@ class WaitingTest(PlacesTest):
         self.nodes[name] = self.node(self.workflow_id, labels=labels and labels.split(','), **times, **self.process(name), **(
             {'scheduler_config_id': self.schedulers, 'scheduler': {'slurm_job_id': int(job)}} if job else {}))
 
-    def do_retried(self, job: str) -> None:
-        """A job is one of a retry."""
-        self.store.run("UPDATE job SET origin = 'retry' WHERE id = ?", (self.job_id(job),))
-
     def do_schedule(self, *jobs: str) -> None:
         """When these jobs are ready, an action is to submit an allocation."""
         self.action_id = self.call('create_workflow_action', {
             'workflow_id': self.workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes', 'job_ids': list(map(self.job_id, jobs)),
             'action_config': {'scheduler_id': self.schedulers + 1, 'num_allocations': 1}}, workflow_id=self.workflow_id)['id']
-
-    def do_scheduled(self) -> None:
-        self.call('claim_action', {}, workflow_id=self.workflow_id, action_id=self.action_id)
 
     def see_unplanned(self) -> List[str]:
         found = self.call('list_unplanned_jobs', workflow_id=self.workflow_id)
@@ -5565,10 +5515,6 @@ class WaitingTest(PlacesTest):
         """'first job:code:number' of each group."""
         return ['{job_name}:{code}:{count}'.format(**group) for group in self.waiting(**more)['ready']]
 
-    def see_unless_A(self) -> List[str]:
-        """The same, if the first allocation is known to be over."""
-        return self.see_ready(ended=self.given_allocations[:1])
-
     def see_because(self) -> List[str]:
         return [self.named(f"{group['job_name']}: {group['reason']}") for group in self.waiting()['ready']]
 
@@ -5583,9 +5529,6 @@ class WaitingTest(PlacesTest):
         keys = ('runtime_blocked_ready_jobs', 'longest_ready_runtime_seconds', 'max_allocation_remaining_seconds')
         return [str(status.get(key)) for key in keys]
 
-    def see_lacking(self) -> List[str]:
-        return [lack['name'] for lack in self.waiting()['ready'][0]['lacks']]
-
     def see_actions(self) -> List[str]:
         return [action['reason'] for action in self.waiting()['actions']]
 
@@ -5593,10 +5536,6 @@ class WaitingTest(PlacesTest):
         """'node:jobs:seconds of silence' of those at work."""
         names = {number: name for name, number in self.nodes.items()}
         return [f"{names[row['compute_node_id']]}:{row['num_jobs']}:{row['silent_s']:.0f}" for row in self.waiting()['runners']]
-
-    def see_allocations(self) -> List[str]:
-        return ['{}:{slurm_job_id}:{status}:{scheduler_name}:{num_runners}:{remaining_seconds}'.format(name, **row)
-                for name, row in zip('ABC', self.waiting()['allocations'])]
 
     def test_what_ready_jobs_wait_for(self):
         self.assertScenarios(self.SCENARIOS)
@@ -5682,7 +5621,15 @@ class SubmissionRecordTest(ScenarioTest):
     A second part of a scenario's jobs is the trigger of its action, which submits two, with the jobs of that. Allocations are named
     by numbers from 1 on, with + if nobody had them before, so that no Slurm job can name them.
     """
-    SEES = dict(ScenarioTest.SEES, told=('list_events', {'category': 'action'}, '{data[event_type]}:{data[message]}'))
+    CALLS = dict(
+        ScenarioTest.CALLS, drop=lambda self, place: self.call('delete_scheduled_compute_node', id=self.ids[int(place) - 1]),
+        close=lambda self, place: self.call('update_scheduled_compute_node', {'status': 'canceled'}, id=self.ids[int(place) - 1]))
+    SEES = dict(    # kept: the output directories of allocations, which their Slurm jobs' journals lie in
+        ScenarioTest.SEES, told=('list_events', {'category': 'action'}, '{data[event_type]}:{data[message]}'),
+        gone=lambda self: self.answer['refused'], wait=lambda self: round(self.answer['wait_s']),
+        due=lambda self: ['1' for action in self.answer['actions'] if action['id'] == self.action_id],
+        idle=lambda self: ['1' for action_id in self.answer['idle_actions'] if action_id == self.action_id],
+        kept=lambda self: [row['output_dir'] for row in self.call('survey_allocations', workflow_id=self.workflow_id)['allocations']])
     SCENARIOS = '''
         an action is taken once, and its allocations are handed out one after the other
           a / b: a
@@ -5794,12 +5741,6 @@ class SubmissionRecordTest(ScenarioTest):
         self.turn(node, action_results=[{'action_id': self.action_id, 'success': False, 'message': 'no sbatch'}])
         self.do_turn(node)
 
-    def do_close(self, place: str) -> None:
-        self.call('update_scheduled_compute_node', {'status': 'canceled'}, id=self.ids[int(place) - 1])
-
-    def do_drop(self, place: str) -> None:
-        self.call('delete_scheduled_compute_node', id=self.ids[int(place) - 1])
-
     def do_unschedule(self) -> None:
         """Another scheduler is made, and the action's own is deleted."""
         self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})
@@ -5809,25 +5750,9 @@ class SubmissionRecordTest(ScenarioTest):
         row = self.answer['allocation']
         return [f"{self.place(row['id'])}{'+' * (row['free_s'] is None)}"] if row else []
 
-    def see_gone(self) -> str:
-        return str(self.answer['refused'])
-
-    def see_wait(self) -> List[str]:
-        return [f"{self.answer['wait_s']:.0f}"]
-
-    def see_due(self) -> List[str]:
-        return ['1' for action in self.answer['actions'] if action['id'] == self.action_id]
-
     def see_records(self) -> List[str]:
         rows = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
         return [f"{self.place(row['id'])}:{row['scheduler_id']}:{row['status']}" for row in rows]
-
-    def see_idle(self) -> List[str]:
-        return ['1' for action_id in self.answer['idle_actions'] if action_id == self.action_id]
-
-    def see_kept(self) -> List[str]:
-        """The output directories of allocations, which their Slurm jobs' journals lie in."""
-        return [row['output_dir'] for row in self.call('survey_allocations', workflow_id=self.workflow_id)['allocations']]
 
     def see_action(self) -> List[str]:
         """Whether it was executed, and why it failed."""
@@ -6367,7 +6292,15 @@ class ReplayTest(ScenarioTest):
 
 
 class RecoverJobsTest(ScenarioTest):
-    """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
+    """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run.
+
+    alter: the command of a job that has ended changes. over: so are all allocations. changed_then: what ran again because it had changed.
+    """
+    CALLS = dict(
+        ScenarioTest.CALLS, over=lambda self: self.store.run("UPDATE scheduled_compute_node SET status = 'complete'"),
+        alter=lambda self, job: self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.job_id(job),)))
+    SEES = dict(ScenarioTest.SEES, to_run=lambda self: self.names(self.recovered['to_run']),
+                changed_then=lambda self: [row['job_name'] for row in self.recovered['changed']])
     ENDED = 'claim n1 a b e; end a failed; end b terminated; end e; claim n1 d; end d; leave n1'
     SCENARIOS = '''
         failed jobs and what they held up run again in a new run
@@ -6402,13 +6335,6 @@ class RecoverJobsTest(ScenarioTest):
         self.call('recover_jobs', {'run_id': self.run_id(), 'reset': [], 'requirements': [], 'files': {str(file_id): 12.5}}, workflow_id=self.workflow_id)
         self.assertEqual(12.5, self.call('get_file', id=file_id)['st_mtime'])
 
-    def do_alter(self, job: str) -> None:
-        """The command of a job that has ended changes."""
-        self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.job_id(job),))
-
-    def do_over(self) -> None:
-        self.store.run("UPDATE scheduled_compute_node SET status = 'complete'")
-
     def do_recover(self, *names: str, run: str = '', **corrections: str) -> None:
         """Jobs are reset, with job=field:value,... of some. A dry run before says the same, and changes nothing."""
         rows = []
@@ -6425,13 +6351,6 @@ class RecoverJobsTest(ScenarioTest):
         self.recovered = self.call('recover_jobs', body, workflow_id=self.workflow_id)
         self.assertEqual(planned, dict(self.recovered, demand=self.call('get_demand', workflow_id=self.workflow_id)))
         self.assertEqual([row['from_id'] for row in rows], [row['from_id'] for row in self.recovered['requirements']])
-
-    def see_to_run(self) -> List[str]:
-        return self.names(self.recovered['to_run'])
-
-    def see_changed_then(self) -> List[str]:
-        """What ran again because it had changed."""
-        return [row['job_name'] for row in self.recovered['changed']]
 
     def see_event(self) -> List[str]:
         """Run, user and jobs of the last recovery."""
@@ -6484,7 +6403,11 @@ class ClassifyJobsTest(ScenarioTest):
 
 
 class SyncTest(ScenarioTest):
-    """sync_allocations: what it makes of what Slurm, and processes, say."""
+    """sync_allocations: what it makes of what Slurm, and processes, say. forget: the server has just begun."""
+    CALLS = dict(ScenarioTest.CALLS, forget=lambda self: self.service.nodes.clear())
+    SEES = dict(ScenarioTest.SEES, doubts=lambda self: len(self.told['doubts']),
+                failed=lambda self: [row['job_name'] for row in self.told['failed_job_details']],
+                requeued=lambda self: [row['job_name'] for row in self.told['requeued_job_details']])
     SEEN = {
         'NODE_FAIL': {'slurm_job_id': 17, 'reason': 'Slurm job 17 lost a node (NODE_FAIL)', 'is_interrupted': True},
         'TIMEOUT': {'slurm_job_id': 17, 'reason': 'Slurm job 17 reached its time limit (TIMEOUT)', 'ended_s': 5.0},
@@ -6562,10 +6485,6 @@ class SyncTest(ScenarioTest):
             self.assertScenarios(self.LEFT_ALONE, PASSED=str(passed_s), SEEN=seen, DOUBTED=doubted,
                                  STATE='active' if is_left else 'complete')
 
-    def do_forget(self) -> None:
-        """The server has just begun."""
-        self.service.nodes.clear()
-
     def do_tell(self, seen: str = '', dead: str = '', ended: str = '') -> None:
         """Evidence comes. A dry run before says the same, and changes nothing; once more nothing is new."""
         allocation = dict(self.SEEN.get(seen, {}), **({'ended_s': float(ended)} if ended else {}))
@@ -6581,15 +6500,6 @@ class SyncTest(ScenarioTest):
         again = self.call('sync_allocations', body, workflow_id=self.workflow_id)
         self.assertUnchanged(after)
         self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'], again['requeued_job_details']))
-
-    def see_failed(self) -> List[str]:
-        return [row['job_name'] for row in self.told['failed_job_details']]
-
-    def see_requeued(self) -> List[str]:
-        return [row['job_name'] for row in self.told['requeued_job_details']]
-
-    def see_doubts(self) -> List[str]:
-        return [str(len(self.told['doubts']))]
 
     def see_counts(self) -> List[str]:
         keys = ('slurm_jobs_failed', 'running_jobs_failed', 'jobs_requeued', 'compute_nodes_deactivated', 'pending_allocations_cleaned')
