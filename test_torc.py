@@ -1944,7 +1944,7 @@ class SpecFilesTest(unittest.TestCase):
                     told = torc.read_plan(torc.read_document(file.read(), name), shared('specs')).warnings
                 except torc.BadInput as error:
                     told = error.problems
-                self.assertEqual([self.REFUSED[name]] if name in self.REFUSED else [], list(map(str, told)))
+                self.assertEqual([f'{name}:{self.REFUSED[name]}'] if name in self.REFUSED else [], list(map(str, told)))
                 self.assertEqual(name in self.REFUSED, 'refused' in read_shared(f'specs/{name}.torc.json'))
 
 

@@ -3136,9 +3136,10 @@ READERS = {'json': load_json, 'json5': functools.partial(load_json, is_json5=Tru
 class Document:
     """A file's value, and where each part of it stands in the text."""
 
-    def __init__(self, value: Any, format: str, text: str, positions: Positions) -> None:
+    def __init__(self, value: Any, format: str, text: str, positions: Positions, path: str = '') -> None:
         self.value = value
         self.format = format
+        self.path = path
         self.text = text
         self.positions = positions
         self.line_starts = [0, *(match.end() for match in re.finditer('\n', text))]
@@ -3183,7 +3184,7 @@ def read_document(data: bytes, path: str = '', format: str = '') -> Document:
         value, text, positions = READERS[format](text)
     except BadInput as error:
         raise problem_error(error.problems[0]._replace(path=path)) from None
-    return Document(value, format, text, positions)
+    return Document(value, format, text, positions, path)
 
 
 # -------- reading --------
@@ -3291,9 +3292,8 @@ class Block(dict):
 
     def problem(self, message: str, key: Any, item: Any) -> Problem:
         """A message with the block's name before it, and its position."""
-        find = self.context.document.find_position
-        line, column = find(self.raw, key) if item is None else find(self.raw.get(key), item)
-        return Problem(f'{self.label()}: {message}', line, column)
+        document, where = self.context.document, (self.raw, key) if item is None else (self.raw.get(key), item)
+        return Problem(f'{self.label()}: {message}', *document.find_position(*where), document.path)
 
 
 def read_block(context: SpecContext, where: str, raw: Any, entry: Any = '',
@@ -4410,7 +4410,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     raw = document.value
     if not isinstance(raw, dict):
         message = f'a workflow must be a mapping with name and jobs, not {show_value(raw)}'
-        raise BadInput(message, [Problem(message, 1, 1)])
+        raise BadInput(message, [Problem(message, 1, 1, document.path)])
     if isinstance(raw.get('variables'), dict):      # first: every other text may hold them
         context.variables = read_map(
             Block(context, 'workflow', raw), TYPES['variables'], 'variables', raw['variables'])
@@ -17575,10 +17575,11 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
     if problems and not options.skip_checks:
         message = str(problems[0]) if len(problems) == 1 else f'{len(problems)} job classes fit no partition'
         raise BadInput(message, problems, warnings=spec.warnings)
-    warnings = spec.warnings + problems + [Problem(text) for text in made.warnings]
+    warnings = spec.warnings + problems + [Problem(text, path=document.path) for text in made.warnings]
     labelled = graph.class_numbers.count(None)
     if labelled:
-        warnings.append(Problem(f"{counted(labelled, 'job')} with labels: left to runners with these labels"))
+        said = f"{counted(labelled, 'job')} with labels: left to runners with these labels"
+        warnings.append(Problem(said, path=document.path))
     schedulers = [scheduler_block(scheduler, options.account) for scheduler in made.schedulers]
     # When the gates of a stage are ready, its allocations are submitted.
     actions = [{'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
@@ -17589,7 +17590,7 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
     value['jobs'], mixed = name_schedulers(value['jobs'], spec.starts, graph, made)
     if mixed:
         warnings.append(Problem(f"{counted(mixed, 'template')} for several schedulers: the jobs name none, "
-                                'and run in any allocation that they fit'))
+                                'and run in any allocation that they fit', path=document.path))
     value.update(slurm_schedulers=schedulers, actions=(value.get('actions') or []) + actions)
     value = {key: item for key, item in value.items() if key != 'actions' or item}
     return GeneratedSpec(value, schedulers, actions, made, graph, classes, warnings)
@@ -17600,7 +17601,8 @@ def misfit_problem(document: Document, name: str, reason: str) -> Problem:
     blocks = document.value.get('resource_requirements') or ()
     block = next((block for block in blocks if block.get('name') == name), None)
     line, column = document.find_position(block, reason.split()[0]) if block else (0, 0)
-    return Problem(f"resource_requirements '{shorten(name)}' fits no partition: {reason}", line, column)
+    return Problem(f"resource_requirements '{shorten(name)}' fits no partition: {reason}", line, column,
+                   document.path)
 
 
 def name_schedulers(jobs: Sequence[Dict[str, Any]], starts: Sequence[int], graph: JobGraph,
@@ -26588,15 +26590,9 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     """A workflow file, read, expanded and checked. Its warnings go to stderr."""
     if args.get('delete_outputs') and not args['resume']:
         raise BadInput('--delete-outputs goes with --resume: it is about jobs that a file has no longer')
-    data = read_input(session, path)
     name = '' if path == '-' else path
-    try:
-        plan = read_plan(read_document(data, name), spec_directory(name),
-                         args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
-    except BadInput as error:
-        error.problems = [placed(problem, name) for problem in error.problems]
-        raise
-    plan = plan._replace(warnings=[placed(warning, name) for warning in plan.warnings])
+    plan = read_plan(read_document(read_input(session, path), name), spec_directory(name),
+                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
     for warning in plan.warnings[:PROBLEMS_SHOWN]:
         session.report(f'warning: {warning}')
     return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(name) if name else None)
@@ -26606,11 +26602,6 @@ def spec_path(path: str) -> str:
     """How a workflow knows its file again: absolute, without links among its directories."""
     directory, name = os.path.split(os.path.abspath(path))
     return printable(os.path.join(os.path.realpath(directory), name))
-
-
-def placed(problem: Problem, path: str) -> Problem:
-    """A problem with the file that it is in."""
-    return problem if problem.path else problem._replace(path=path)
 
 
 COUNTED = (     # key of the summary, words for it
@@ -26698,8 +26689,7 @@ def plan_options(args: Arguments, **more: Any) -> PlanOptions:
 def read_for_slurm(session: Session, spec: str, args: Arguments,
                    **more: bool) -> Tuple[GeneratedSpec, Profile, str, Document]:
     """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was."""
-    path = '' if spec == '-' else spec
-    document = read_document(read_input(session, spec), path)
+    document = read_document(read_input(session, spec), '' if spec == '-' else spec)
     config = read_config()
     profile = find_profile(args['profile'], config)
     defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
@@ -26707,13 +26697,9 @@ def read_for_slurm(session: Session, spec: str, args: Arguments,
     partitions = chosen_partitions(profile, args.get('partition'))
     options = plan_options(args, account=account, skip_checks=bool(args['skip_checks']),
                            max_instances=args['max_instances'] or MAX_INSTANCES, **more)
-    try:
-        made = generate_spec(document, spec_directory(path), partitions, options)
-    except BadInput as error:
-        error.problems = [placed(problem, path) for problem in error.problems]
-        raise
+    made = generate_spec(document, spec_directory(spec), partitions, options)
     for warning in made.warnings[:PROBLEMS_SHOWN]:
-        session.report(f'warning: {placed(warning, path)}')
+        session.report(f'warning: {warning}')
     return made, profile, account, document
 
 
@@ -26804,7 +26790,6 @@ def allocation_row(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[str
 
 
 # -------- an edited workflow file --------
-
 
 def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) -> Optional[Dict[str, Any]]:
     """The newest workflow of the same file, or of `exec` here, whose directory the plan then takes over."""
