@@ -23745,6 +23745,11 @@ CANCELED_SHOWN = 2
 BLOCKERS_SHOWN = 3
 REMARKS_SHOWN = 2
 ENDED_SHOWN = 2             # allocations that did not end as they should
+RUNNERS_SHOWN = 5           # by `explain`
+ALLOCATIONS_SHOWN = 20
+LEAST_WIDTH = 8             # of a column that is cut; with less room it is left out
+NUMBERS = frozenset([int, float, type(None)])
+SILENT_S = 40.0             # no living runner is silent for so long
 PROGRESS_EVERY_S = 10.0     # between lines of progress where there is no terminal
 REFRESH_EVERY_S = 0.1       # between updates of the line where there is one
 VERDICTS = {    # how a workflow stands: symbol, the same in ASCII, colour
@@ -23868,10 +23873,6 @@ def format_list(headings: Iterable[Heading], items: Sequence[Dict[str, Any]], fo
     beside = [heading for heading in headings if heading.place != '>']
     notes = ['; '.join(map(format_cell, filter(None, cells))) for cells in table_cells(below, items)]
     return format_table([heading.title for heading in beside], table_cells(beside, items), style, notes)
-
-
-LEAST_WIDTH = 8     # of a column that is cut; with less room it is left out
-NUMBERS = frozenset([int, float, type(None)])
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], style: Style = PLAIN,
@@ -23999,9 +24000,6 @@ def verdict_of(status: Dict[str, Any]) -> Tuple[str, str]:
     return 'waiting', f'Workflow waits for {missing}: {format_counts(counts)}'
 
 
-SILENT_S = 40.0     # no living runner is silent for so long
-
-
 def silent_runners(waiting: Dict[str, Any]) -> List[Dict[str, Any]]:
     """Of an answer of explain_waiting, runners with jobs of which nothing was heard for long."""
     return [row for row in waiting.get('runners', ()) if row['num_jobs'] and row['silent_s'] >= SILENT_S]
@@ -24098,10 +24096,6 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
 
 
 # -------- why nothing runs --------
-
-RUNNERS_SHOWN = 5
-ALLOCATIONS_SHOWN = 20
-
 
 def format_ready_group(group: Dict[str, Any]) -> str:
     """A group of ready jobs, with what the first of them needs."""
@@ -24222,7 +24216,7 @@ def commands_to_retry(program: str, number: int, is_slurm: bool) -> str:
     return f'{program} workflows reset-status {number} --failed-only -r; {program} submit {number}'
 
 
-def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = False) -> List[str]:
+def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = False) -> Iterator[str]:
     """Commands that help, for a workflow that stands still. `program` begins them."""
     status, number = waiting['status'], waiting['status']['workflow_id']
     counts, codes = status['jobs_by_status'], {group['code'] for group in waiting['ready']}
@@ -24232,50 +24226,47 @@ def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = Fa
                                           >= action['required_triggers'] for action in schedules)
     has_ended = any(row.get('has_ended') for row in waiting['allocations'])
     is_slurm = had_allocations or bool(schedules)
-    regenerate, steps = f'{program} slurm regenerate {number} --submit', []     # type: str, List[str]
+    regenerate = f'{program} slurm regenerate {number} --submit'
     failures = waiting['explanation']['failures']
     if failures:
         name = shlex.quote(failures[0]['job_name'])
-        steps.append(f'See what a failed job has written: {program} logs {number} {name}')
+        yield f'See what a failed job has written: {program} logs {number} {name}'
     if words_to_go_on(status) == ['--retry-failed']:
-        retry = commands_to_retry(program, number, is_slurm)
-        steps.append(f'Run what failed or was canceled again: {retry}')
+        yield f'Run what failed or was canceled again: {commands_to_retry(program, number, is_slurm)}'
         if failures:
-            steps.append(f'The same with more memory or time, where that lacked: {program} recover {number}')
+            yield f'The same with more memory or time, where that lacked: {program} recover {number}'
     if status['is_canceled'] or status['is_complete']:
-        return steps
+        return
     if is_refused:
-        steps.append(f'Change what was refused, and submit again: {program} slurm list {number}; '
-                     f'{program} slurm update ID ...; {program} submit {number}')
+        yield f'Change what was refused, and submit again: {program} slurm list {number}; ' \
+            f'{program} slurm update ID ...; {program} submit {number}'
     elif any(row['status'] == 'pending' and row['slurm_job_id'] <= 0 for row in waiting['allocations']):
-        steps.append(f'If `submit` was killed, go on where it was: {program} submit {number}')
+        yield f'If `submit` was killed, go on where it was: {program} submit {number}'
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
         in_slurm = regenerate if had_allocations and not has_ended else ''      # if one has ended: see below
         if has_schedule or schedules and counts['uninitialized']:
             in_slurm = f'{program} submit {number}'
         here = f'{program} run {number}'
-        steps.append(f'Submit its allocations: {in_slurm}    (or run it here: {here})' if in_slurm else
-                     f'Start runners: {here}')
-    if has_ended:
-        steps.append(f'Set right what an allocation has left: {program} workflows sync-status {number}')
-    if silent_runners(waiting) and not has_ended:
-        steps.append('End the jobs of silent runners that are gone for certain: '
-                     f'{program} workflows sync-status {number}')
+        yield f'Submit its allocations: {in_slurm}    (or run it here: {here})' if in_slurm else \
+            f'Start runners: {here}'
+    if has_ended or silent_runners(waiting):
+        yield ('Set right what an allocation has left' if has_ended else
+               'End the jobs of silent runners that are gone for certain') \
+            + f': {program} workflows sync-status {number}'
     if has_ended and codes:
-        steps.append(f'Submit other allocations for what is left: {regenerate}')
+        yield f'Submit other allocations for what is left: {regenerate}'
     for row in waiting['allocations']:
         if (row.get('queue') or {}).get('is_final') and row['scheduler_config_id']:
-            steps.append(f"Replace allocation {row['allocation_id']}: {program} slurm update "
-                         f"{row['scheduler_config_id']} ...; scancel {row['slurm_job_id']}; "
-                         f'{program} slurm schedule-nodes {number}')
+            yield f"Replace allocation {row['allocation_id']}: {program} slurm update " \
+                f"{row['scheduler_config_id']} ...; scancel {row['slurm_job_id']}; " \
+                f'{program} slurm schedule-nodes {number}'
             break       # the others are mostly like it
     if counts['pending_failed']:
-        steps.append(f'Run each again or let it fail: {program} jobs list {number} --status pending_failed; '
-                     f'{program} jobs classify ID retry --reason TEXT')
+        yield f'Run each again or let it fail: {program} jobs list {number} --status pending_failed; ' \
+            f'{program} jobs classify ID retry --reason TEXT'
     if 'lacks' in codes:
-        steps.append('Ask for less, or offer more: '
-                     f'{program} resource-requirements list {number}; {program} slurm list {number}')
-    return steps
+        yield f'Ask for less, or offer more: {program} resource-requirements list {number}; ' \
+            f'{program} slurm list {number}'
 
 
 # -------- progress --------
@@ -24451,6 +24442,8 @@ SUSPICIOUS = Expression(
 INFORMATION = Expression(rb'^(?:\S+ ){0,6}[\[(<]?(?:INFO|DEBUG)\b(?! Job completed)')
 MAX_LINE_BYTES = 4096           # that are looked at at once
 FINDINGS_KEPT = 20              # of a file; the rest is counted
+FILES_SHOWN = 50                # with errors, in a text
+STDIO_FILE_NAME = Expression(r'job_wf[0-9]+_j([0-9]+)_r([0-9]+)_a([0-9]+)\.')
 
 
 class Finding(Row):
@@ -24480,9 +24473,6 @@ def find_errors(file: Any) -> FileFindings:
     return found
 
 
-STDIO_FILE_NAME = Expression(r'job_wf[0-9]+_j([0-9]+)_r([0-9]+)_a([0-9]+)\.')
-
-
 def is_log_name(name: str) -> bool:
     """Whether a file holds lines for people: runners' logs and output of jobs; no environments."""
     return (name.endswith(('.log', '.log.1', '.o', '.e'))
@@ -24499,9 +24489,6 @@ def describe_findings(files: Sequence[Tuple[str, FileFindings]]) -> Dict[str, An
     return {'files_parsed': len(files), 'errors': errors, 'warnings': sum(counts.values()) - errors,
             'classes': {kind.name: counts[kind.name] for kind in ERROR_CLASSES if counts[kind.name]},
             'items': items}
-
-
-FILES_SHOWN = 50        # with errors, in a text
 
 
 def format_findings(files: Sequence[Tuple[str, FileFindings]]) -> str:
@@ -24829,8 +24816,9 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
 # by cmd_list, cmd_get, cmd_create, cmd_update and cmd_delete. JSON has the keys of Torc 1.0, CSV its
 # columns; changing them breaks scripts.
 
-CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures
+CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures, or related to a job
 PROBLEMS_SHOWN = 20
+OUTCOMES_ASKED = 20         # results that are asked for one by one: the list of all is cheaper for more
 LOG_PIECE_BYTES = 1 << 20   # of a log that is being printed
 ANSWER_FORMATS = ('table', 'json', 'csv', 'tsv')
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
@@ -25459,9 +25447,6 @@ def dated(event: Any) -> Any:
     return event
 
 
-OUTCOMES_ASKED = 20     # results that are asked for one by one; for more of them the list of all is cheaper
-
-
 def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
     """Fill in what the current results of jobs say; of those that are to run again, only the reason."""
     ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final
@@ -25495,7 +25480,6 @@ def cmd_list(session: Session, args: Arguments) -> Listing:
                    plural.replace('_', ' '))
 
 
-RELATIONS_SHOWN = 10    # names of each relation of a job
 RELATIONS = (           # field of a job, its name in the text, the operation that gets one, its form there
     ('depends_on_job_ids',   'depends_on',       'get_job',       '{name} ({status})'),
     ('input_file_ids',       'input_files',      'get_file',      '{name} ({path})'),
@@ -25517,8 +25501,8 @@ def cmd_jobs_get(session: Session, args: Arguments) -> Answer:
     record.update((key, value) for key, value in job.items() if key not in record and value != '')
     for field, name, op, form in RELATIONS:
         ids = record.pop(field, [])
-        shown = [form.format(**session.call(op, id=number)) for number in ids[:RELATIONS_SHOWN]]
-        record[name] = first_of(shown + ids[RELATIONS_SHOWN:], RELATIONS_SHOWN) or None
+        shown = [form.format(**session.call(op, id=number)) for number in ids[:CANDIDATES_SHOWN]]
+        record[name] = first_of(shown + ids[CANDIDATES_SHOWN:], CANDIDATES_SHOWN) or None
     record['labels'] = ', '.join(job.get('labels') or ()) or None
     record.update(times_of(job, results))
     return Answer(record)
@@ -26043,12 +26027,9 @@ def cmd_results_list(session: Session, args: Arguments) -> Any:
     return None
 
 
-FoundFiles = List[Optional[str]]    # stdout and stderr of an attempt; None: no such file
-
-
-def find_stdio(output_dir: str, attempt: Dict[str, Any]) -> FoundFiles:
-    """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was."""
-    found: FoundFiles = [None, None]
+def find_stdio(output_dir: str, attempt: Dict[str, Any]) -> List[Optional[str]]:
+    """Paths of an attempt's stdout and stderr, whatever its stdio mode was; None for what does not exist."""
+    found = [None, None]    # type: List[Optional[str]]
     ids = [attempt[key] for key in ('workflow_id', 'job_id', 'run_id', 'attempt_id')]
     # All modes are tried: the mode may have been changed since the attempt.
     for mode in STDIO_MODES:
@@ -26397,9 +26378,6 @@ def search_bundle(path: str, wanted: Optional[int]) -> Tuple[Dict[str, Any], Fou
 
 # -------- what jobs used --------
 
-COMPARISON_COLUMNS = ('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share')
-
-
 def list_requirements(session: Session, workflow_id: int) -> Dict[int, Dict[str, Any]]:
     """Requirements of a workflow, by id."""
     return {item['id']: item for item in session.items('list_resource_requirements', workflow_id=workflow_id)}
@@ -26453,7 +26431,8 @@ def format_comparisons(session: Session, answer: Dict[str, Any], over: Sequence[
         rows = [(item.use.job['id'], item.use.job['name'], MEASURES[item.resource].title,
                  describe_comparison(item, True)['specified'], MEASURES[item.resource].show(item.used),
                  f'{item.used / item.limit * 100:.1f}%') for item in [*over, *within]]
-        text += format_table(COMPARISON_COLUMNS, rows, style_of(session.out, os.environ))
+        text += format_table(('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share'), rows,
+                             style_of(session.out, os.environ))
     causes = [(failure['job_name'], failure) for failure in answer.get('resource_violations', ())]
     text += format_lines(f'{name} (return code {failure["return_code"]}): {why}' for name, failure in causes
                          for why in explain_causes(failure))
@@ -27013,8 +26992,7 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
         status = session.call('get_workflow_status', workflow_id=workflow['id'])
         outcome = outcome._replace(**{key: status[key] for key in ('jobs_by_status', 'is_complete',
                                                                    'is_canceled')})
-    report_outcome(session, workflow, outcome, options)
-    return outcome_exit(outcome)
+    return report_outcome(session, workflow, outcome, options)
 
 
 def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
@@ -27100,11 +27078,11 @@ REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no jo
 
 
 def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
-                   options: RunnerOptions) -> None:
-    """The summary: counts, why jobs failed, what others wait for, how to continue."""
+                   options: RunnerOptions) -> int:
+    """The summary: counts, why jobs failed, what others wait for, how to continue. The exit code."""
     number, code, counts = workflow['id'], outcome_exit(outcome), outcome.jobs_by_status
     if session.options['quiet'] and code == 0:
-        return
+        return code
     ended = ('was interrupted' if outcome.interrupted_by else 'was canceled' if outcome.is_canceled else
              f'is not complete ({REASONS_TO_LEAVE.get(outcome.reason, outcome.reason)})'
              if not outcome.is_complete else 'has ended' if code else 'is complete')
@@ -27133,6 +27111,7 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
     database = session.client.database
     if database and is_deleted(database):
         session.report(f'The database {database} was deleted during the run: its results are lost')
+    return code
 
 
 def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
@@ -27869,7 +27848,7 @@ def cmd_explain(session: Session, args: Arguments) -> Answer:
     program, style = command_line(session), style_of(session.out, os.environ)
     had_allocations = bool(session.items('list_scheduled_compute_nodes', 1, workflow_id=number))
     waiting = {'workflow_id': number, 'summary': verdict_of(found['status'])[1],
-               'next_steps': next_steps(found, program, had_allocations), 'slurm': slurm, **found}
+               'next_steps': list(next_steps(found, program, had_allocations)), 'slurm': slurm, **found}
     return Answer(waiting, format_waiting(waiting, time.time(), style, program), style)
 
 
@@ -28265,9 +28244,6 @@ def cmd_reconcile(session: Session, args: Arguments) -> Answer:
 
 # -------- sync-status --------
 
-LOST_SHOWN = 10     # jobs named for people
-
-
 def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
     """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`."""
     survey, seen = session.call('survey_allocations', workflow_id=workflow_id), AllocationsSeen()
@@ -28314,8 +28290,9 @@ def cmd_sync_status(session: Session, args: Arguments) -> Answer:
     for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
         rows = found[key]
         lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
-                  for row in rows[:LOST_SHOWN]]
-        lines += [f'{len(rows) - LOST_SHOWN} more {would}{word}'] if len(rows) > LOST_SHOWN else []
+                  for row in rows[:CANDIDATES_SHOWN]]
+        more = len(rows) - CANDIDATES_SHOWN
+        lines += [f'{more} more {would}{word}'] if more > 0 else []
     count = found['compute_nodes_deactivated']
     lines += [f"{counted(count, 'compute node')} {would}inactive"] if count else []
     lines += [f'left alone: {doubt}' for doubt in found['doubts']]
