@@ -24988,11 +24988,9 @@ class Session:
     def report(self, *lines: str) -> None:
         """Lines to stderr."""
         self.note_place('\n'.join(lines))
-        try:
+        with contextlib.suppress(OSError):      # nobody reads it; the command is carried out all the same
             self.err.write(format_lines(lines))
             self.err.flush()    # before Python 3.9, stderr gathers what goes to a file or pipe
-        except OSError:     # nobody reads it; the command is carried out all the same
-            pass
 
     def inform(self, *lines: str) -> None:
         """Lines to stderr, unless only errors are wanted."""
@@ -25091,10 +25089,8 @@ def choose_workflow(session: Session, args: Arguments) -> int:
         named = ', '.join(f"{item['id']} ({item['name']})" for item in own[-CANDIDATES_SHOWN:])
         more = f' and {len(own) - CANDIDATES_SHOWN} older ones' if len(own) > CANDIDATES_SHOWN else ''
         raise BadInput(f'a workflow id is required when there is no terminal: {named}{more}')
-    titles = ('ID', 'Name', 'Description', 'Created')
-    rows = [(item['id'], item['name'], item.get('description'),
-             format_local_time(item.get('timestamp'))) for item in own]
-    session.report(*format_table(titles, rows, style_of(session.err, os.environ)).splitlines())
+    headings = headings_of('ID=id, Name=name, Description=description, Created=timestamp')
+    session.report(*format_list(headings, own, 'table', style_of(session.err, os.environ)).splitlines())
     word = session.ask('Workflow id: ')
     if word not in {str(item['id']) for item in own}:
         raise BadInput(f'{word!r} is not one of these ids')
@@ -26225,8 +26221,7 @@ def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> 
     left = session.call('list_jobs', workflow_id=reader.id, limit=1)['total_count'] - len(found)
     if left > 0:
         status = command_line(session, 'status', reader.id)
-        words = f"{counted(left, 'job')} {'has' if left == 1 else 'have'} not run"
-        session.report(f'torc: {words}; `{status}` says why')
+        session.report(f"torc: {counted(left, 'job', 'has/have')} not run; `{status}` says why")
 
 
 def follow_logs(reader: LogReader) -> int:
@@ -26259,12 +26254,10 @@ def follow_logs(reader: LogReader) -> int:
 def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Dict[str, Any]:
     """A job by its id or, if there is none of that id in the workflow, its name."""
     if is_id(word):
-        try:
+        with contextlib.suppress(NotFound):     # it may be a name made of digits
             job = session.job(int(word))
             if job['workflow_id'] == workflow_id:
                 return job
-        except NotFound:
-            pass    # it may be a name made of digits
     word = utf8_text(word)
     named = [job for job in session.items('list_jobs', workflow_id=workflow_id,
                                           name=word) if job['name'] == word]
@@ -27035,10 +27028,9 @@ def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict
 
 def report_reasons(session: Session, workflow_id: int) -> None:
     """Why jobs failed, and what the others wait for, in the words of `status` and `explain`."""
-    try:
+    waiting = {}    # type: Dict[str, Any]
+    with contextlib.suppress(TorcError):    # no server any more
         waiting = call_addition(session.client, 'explain_waiting', workflow_id=workflow_id)
-    except TorcError:       # no server any more
-        return
     if waiting:
         status, style = dict(waiting['status'], explanation=waiting['explanation']), style_of(session.err, {})
         session.report(*format_reasons(status, style._replace(has_colour=False), command_line(session), True),
@@ -27500,10 +27492,9 @@ class Submitter:
         """Put the script of an allocation in its output directory; options of sbatch, and its path. OSError."""
         output_dir, number = item.settings['output_dir'], item.scheduler['id']
         if self.partitions is None:
-            try:
+            self.partitions = ()
+            with contextlib.suppress(Refused):
                 self.partitions = ask_for_profile().partitions
-            except Refused:
-                self.partitions = ()
         partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
         words = batch_words(item, find_nodes(self.partitions, partition, item.needs))
         if number not in self.warned:
@@ -28672,8 +28663,8 @@ def decide_undecided(session: Session, workflow: Dict[str, Any], args: Arguments
     if jobs:
         names = first_of([f"{job['id']} ({job['name']})" for job in jobs], CANDIDATES_SHOWN)
         decide = command_line(session, 'jobs', 'classify', jobs[0]['id'], 'retry', '--reason', 'TEXT')
-        session.report(f"{counted(len(jobs), 'failed job')} {'wait' if jobs[1:] else 'waits'} "
-                       f'for a decision: {names}', f'retry or fail each: {decide}')
+        session.report(f"{counted(len(jobs), 'failed job', 'waits/wait')} for a decision: {names}",
+                       f'retry or fail each: {decide}')
 
 
 def describe_workers(session: Session, status: Dict[str, Any], expected: Dict[str, Any],
@@ -28887,7 +28878,7 @@ def explain_nothing(session: Session, found: Evidence, plan: RecoveryPlan, args:
             told[0] += f". --retry-unknown runs {'it' if len(left) == 1 else 'them'} again all the same"
     undecided = counts['pending_failed']
     if undecided:
-        told.append(f"{counted(undecided, 'failure')} {'waits' if undecided == 1 else 'wait'} for a decision")
+        told.append(f"{counted(undecided, 'failure', 'waits/wait')} for a decision")
     if args['retry_canceled'] and counts['canceled']:
         told.append('what was canceled waits for that')
     elif stay:
@@ -29422,8 +29413,7 @@ class Supervision:
             result = found['result']
             if result['oom_fixed'] or result['timeout_fixed']:
                 self.say(f"Applied fixes: {result['oom_fixed']} OOM, {result['timeout_fixed']} timeout")
-            jobs = len(result['jobs_to_retry'])
-            self.say(f"{counted(jobs, 'job')} {'runs' if jobs == 1 else 'run'} again")
+            self.say(f"{counted(len(result['jobs_to_retry']), 'job', 'runs/run')} again")
             self.say('Recovery initiated. Resuming monitoring...')
             if found.get('next_command'):
                 self.say(f"to go on: {found['next_command']}")
