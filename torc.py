@@ -12251,13 +12251,7 @@ def sync_directory(path: str) -> None:
 
 
 def write_backup(store: Store, path: str) -> None:
-    """Copy a database to a new file or over an earlier copy. OSError or a TorcError."""
-    refuse_backup_target(store, path)
-    replace_with_copy(store, path)
-
-
-def refuse_backup_target(store: Store, path: str) -> None:
-    """Refused or Conflict if a backup would replace something else than an earlier one."""
+    """Copy a database to a new file or over an earlier copy, and nothing else. OSError or a TorcError."""
     refuse_special_file(path)
     own = [name + end for name in (store.path, store.file_path) for end in STATE_ENDS]
     if os.path.realpath(path) in map(os.path.realpath, own):
@@ -12270,6 +12264,7 @@ def refuse_backup_target(store: Store, path: str) -> None:
         with open(path, 'rb') as file:
             if file.read(len(DATABASE_MAGIC)) != DATABASE_MAGIC:
                 raise Refused(f'{path} is no database, and would be lost: give another file')
+    replace_with_copy(store, path)
 
 
 class CopyWriter:
@@ -18045,15 +18040,6 @@ def caller_of(client: Client, output_dir: str) -> Caller:
                   os.path.abspath(client.token_file) if client.token_file else '')
 
 
-def submission_command(caller: Caller, workflow_id: int, action_id: int, options: Dict[str, Any]) -> str:
-    """The shell command that submits the allocations of an action. `options` are those of `submit`."""
-    words = ['exec', *caller.program, '--url' if '://' in caller.server else '--db', caller.server,
-             *caller.options, 'submit', str(workflow_id), '--action', str(action_id)]
-    words += [word for name, value in options.items() if value for word in (name, str(value))]
-    token = [f'TORC_TOKEN_FILE={shlex.quote(caller.token_file)}'] if caller.token_file else []
-    return ' '.join(token + list(map(shlex.quote, words)))
-
-
 # ======== 14d. Slurm steps: srun's command line, and what the end of a step means ========
 #
 # Pure functions. The exit code of srun(1) is evidence, not proof: what the job itself has left, what srun
@@ -18505,12 +18491,6 @@ class StepRecord(Row):
 STATS_FIELDS = StepRecord._fields[:6]
 
 
-def step_number(step_id: str) -> str:
-    """'13.2', '26_5.2', '13+0.2' -> '2', which names the step within its job; '' for '13', '13.batch'."""
-    number = step_id.rpartition('.')[2]
-    return number if '.' in step_id and SLURM_NUMBER.match(number) else ''
-
-
 def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
     """Output of sstat in SSTAT_FORMAT -> number of a step -> figures, for these numbers.
 
@@ -18519,8 +18499,9 @@ def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
     rows = read_slurm_rows(text, 3)
     if len(numbers) == 1 and not rows:
         rows = [['.' + number, *row] for number in numbers for row in read_slurm_rows(text, 2)]
-    samples = {step_number(step_id): StepSample(parse_slurm_cpu_time(cpu), parse_slurm_memory(size))
-               for step_id, cpu, size in rows}
+    # '13.2', '26_5.2', '13+0.2': the number behind the point names the step within its job.
+    samples = {step_id.rpartition('.')[2]: StepSample(parse_slurm_cpu_time(cpu), parse_slurm_memory(size))
+               for step_id, cpu, size in rows if '.' in step_id}
     return {number: sample for number, sample in samples.items()
             if number in numbers and sample != (None, None)}
 
@@ -19840,7 +19821,16 @@ class OfflineDrain(Part):
         try:
             if not os.path.exists(self.path):       # there is none yet, or it was removed
                 self.path = make_journal(context.output.path, context.workflow_id, context.run_id, label)
-            write_journal(self.path, [self.entry(attempt, is_last) for attempt in attempts], left)
+            entries = []
+            for attempt in attempts:
+                accounts = (row for row in link.outbox['accounting']
+                            if (row['job_id'], row['attempt_id']) == attempt.key)
+                completion = dict(attempt.completion, accounting=next(accounts, None), job_name=attempt.name,
+                                  database_id=context.output.database_id,
+                                  recovering=attempt.state == 'recovering' and not is_last)
+                entries.append(format_journal_entry(completion, context.workflow_id, context.run_id,
+                                                    context.node_id))
+            write_journal(self.path, entries, left)
         except (OSError, sqlite3.Error) as error:
             self.retry_at = time.monotonic() + context.options.ping_interval_s
             context.say_once('what ends while the server is away is in memory only, until it can be kept in '
@@ -19852,16 +19842,6 @@ class OfflineDrain(Part):
                 context.log.write('Journaled completion (offline)', **context.names(attempt),
                                   status=attempt.completion['status'])
         self.kept, self.kept_actions = {attempt: attempt.state for attempt in attempts}, len(actions)
-
-    def entry(self, attempt: Attempt, is_last: bool) -> Dict[str, Any]:
-        """A completion, as the journal has it."""
-        context = self.context
-        accounts = (row for row in self.link.outbox['accounting']
-                    if (row['job_id'], row['attempt_id']) == attempt.key)
-        completion = dict(attempt.completion, accounting=next(accounts, None), job_name=attempt.name,
-                          database_id=context.output.database_id,
-                          recovering=attempt.state == 'recovering' and not is_last)
-        return format_journal_entry(completion, context.workflow_id, context.run_id, context.node_id)
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions ========
@@ -20083,12 +20063,16 @@ class Actions(Part):
         context, command = self.context, action['commands'][self.index]
         if command:
             return f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{command}', context.variables
-        own_name = NAMED_JOB.match(os.environ.get('SLURM_JOB_NAME', ''))
-        command = submission_command(
-            caller_of(self.link.client, context.output.path), context.workflow_id, action['id'],
-            {'--output-dir': context.output.path, '--poll-interval': context.options.poll_interval_s,
-             '--claim-backoff-max-secs': context.options.claim_backoff_max_s,
-             '--job-prefix': own_name and own_name.group(1)})
+        own_name, caller = NAMED_JOB.match(os.environ.get('SLURM_JOB_NAME', '')), caller_of(
+            self.link.client, context.output.path)
+        words = ['exec', *caller.program, '--url' if '://' in caller.server else '--db', caller.server,
+                 *caller.options, 'submit', context.workflow_id, '--action', action['id'],
+                 '--output-dir', context.output.path, '--poll-interval', context.options.poll_interval_s,
+                 '--claim-backoff-max-secs', context.options.claim_backoff_max_s]
+        words += ['--job-prefix', own_name.group(1)] if own_name and own_name.group(1) else []
+        command = ' '.join(shlex.quote(str(word)) for word in words)
+        if caller.token_file:
+            command = f'TORC_TOKEN_FILE={shlex.quote(caller.token_file)} {command}'
         return command, {name: os.environ[name] for name in SECRETS if name in os.environ}
 
     def on_command_end(self, process: Process) -> None:
@@ -21084,13 +21068,12 @@ def choose_mode(context: NodeContext) -> bool:
 # each SACCT_BATCH_S. Intervals begin with an answer. What a controller or an accounting that is down does not
 # say is missing in the results, and nothing else happens.
 
-STEP_QUERY_S = 30.0         # limit of sstat
 MAX_NAMED_STEPS = 5000      # in a command line, of which Linux allows 128 kB a word
 SACCT_TRIES = 6
 SACCT_PAUSE_S = 5.0
 SACCT_FIRST_S = 1.0         # after the end of a step: before, slurmdbd(8) hardly has its record
 SACCT_BATCH_S = 30.0        # between calls of which nobody waits for an answer
-SACCT_QUERY_S = 30.0
+STEP_QUERY_S = 30.0         # limit of sstat and sacct
 LAST_SACCT_S = 2.0          # before the runner must be gone it waits for no record any more
 
 
@@ -21167,14 +21150,13 @@ class Accounting(Part):
                 self.finish(attempt)
         if now >= self.asks_at():
             self.replied_at = math.inf
-            self.call('sacct', ['-j', self.context.allocation.job_id], SACCT_FORMAT, SACCT_QUERY_S,
+            self.call('sacct', ['-j', self.context.allocation.job_id], SACCT_FORMAT,
                       functools.partial(self.on_records, list(self.ended)))
 
-    def call(self, name: str, words: List[str], columns: str, limit_s: float,
-             on_reply: Callable[[Reply], Any]) -> None:
+    def call(self, name: str, words: List[str], columns: str, on_reply: Callable[[Reply], Any]) -> None:
         """Ask a program for these columns, without waiting."""
         argv = slurm_argv(name, *words, '--format', columns, '-P', '-n')
-        self.launcher.query(argv, limit_s, on_reply, query_variables())
+        self.launcher.query(argv, STEP_QUERY_S, on_reply, query_variables())
 
     # ---- sstat ----
 
@@ -21187,7 +21169,7 @@ class Accounting(Part):
         if len(asked) <= MAX_NAMED_STEPS:
             which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)]
         if asked:
-            self.call('sstat', which, SSTAT_FORMAT, STEP_QUERY_S, functools.partial(self.on_samples, asked))
+            self.call('sstat', which, SSTAT_FORMAT, functools.partial(self.on_samples, asked))
 
     def on_samples(self, asked: Dict[str, Attempt], reply: Reply) -> None:
         """Take samples in; all count for the same moment. What goes wrong is passed over: mostly a step has
@@ -21206,7 +21188,16 @@ class Accounting(Part):
     def on_records(self, asked: Sequence[Attempt], reply: Reply) -> None:
         """Take in what is on record of steps that have ended. A runner that leaves waits for no figures."""
         self.replied_at = time.monotonic()
-        self.note_failure(reply)
+        self.failures = self.failures + 1 if reply.code else 0.0
+        if reply.code == REPLY_TIMED_OUT:       # judgements wait for no second call that hangs
+            self.failures = SACCT_TRIES
+        if is_accounting_off(reply):
+            self.failures = math.inf
+            self.context.say_once('Slurm keeps no accounts of steps here, so that results have only what was '
+                                  f'sampled: {explain_reply(reply)}')
+        elif reply.code:
+            self.context.say_once('the accounting of Slurm does not answer, so that figures of results may '
+                                  f'be missing: {explain_reply(reply)}')
         names = {attempt.step.name for attempt in asked}
         records = {} if reply.code else read_step_records(reply.out, names)
         for attempt in filter(self.ended.__contains__, asked):
@@ -21219,19 +21210,6 @@ class Accounting(Part):
                 self.finish(attempt)
         for step in self.ended.values() if self.is_away else ():
             step.state = step.state or ''
-
-    def note_failure(self, reply: Reply) -> None:
-        """Say once that figures will be missing, and why. Judgements wait for no second call that hangs."""
-        self.failures = self.failures + 1 if reply.code else 0.0
-        if reply.code == REPLY_TIMED_OUT:
-            self.failures = SACCT_TRIES
-        if is_accounting_off(reply):
-            self.failures = math.inf
-            self.context.say_once('Slurm keeps no accounts of steps here, so that results have only what was '
-                                  f'sampled: {explain_reply(reply)}')
-        elif reply.code:
-            self.context.say_once('the accounting of Slurm does not answer, so that figures of results may '
-                                  f'be missing: {explain_reply(reply)}')
 
     def finish(self, attempt: Attempt) -> None:
         """Nothing more is asked of a step: its row goes to the server, also if nothing is known."""
@@ -21338,16 +21316,6 @@ def read_gpus(gres: str) -> Tuple[str, ...]:
     return tuple(found)
 
 
-def read_listed_memory(text: str) -> Dict[str, int]:
-    """Node -> bytes that jobs may have in all, from `scontrol show node -o`."""
-    found = {}
-    for facts in map(read_slurm_facts, text.splitlines()):
-        with contextlib.suppress(KeyError, ValueError):
-            reserved_mb = int(facts.get('MemSpecLimit', 0))     # for the system
-            found[facts['NodeName']] = (int(facts['RealMemory']) - reserved_mb) << 20
-    return found
-
-
 def read_count(*texts: str) -> int:
     """The first of these that is there, as a number; 0 if none is one."""
     text = next(filter(None, texts), '')
@@ -21359,15 +21327,6 @@ def find_stepd() -> Tuple[int, str]:
     found = ((pid, SLURMSTEPD.match(read_proc_text(f'/proc/{pid}/cmdline')))
              for pid in find_ancestors(os.getpid()))
     return next(((pid, title.group(1).decode()) for pid, title in found if title), (0, ''))
-
-
-def is_in_step() -> bool:
-    """Whether srun(1) has started us; the shells of batch scripts and of salloc(1) are no such steps.
-
-    slurmstepd(8) counts: variables of a step also come along with what is submitted from one.
-    """
-    number = find_stepd()[1] or os.environ.get('SLURM_STEP_ID', '')
-    return number.isdigit() and int(number) < FIRST_SPECIAL_STEP
 
 
 # -------- which job this is --------
@@ -21401,7 +21360,9 @@ def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
     index = next((index for index, name in enumerate(found.node_names)
                   if name in (host, host.partition('.')[0])), None)
     found.own_index, found.node_index = index, index or 0
-    if options.is_subtask or is_in_step():
+    # Has srun(1) started us? slurmstepd(8) counts: variables of a step come along with what is submitted there.
+    step = find_stepd()[1] or environment.get('SLURM_STEP_ID', '')
+    if options.is_subtask or step.isdigit() and int(step) < FIRST_SPECIAL_STEP:
         found.keep_own_node()
     if found.is_subtask and not options.is_subtask:     # perhaps one of several tasks, each with its CPUs
         size, num_cpus = found.sizes[0], min(found.sizes[0].num_cpus, here.num_cpus)
@@ -21413,10 +21374,13 @@ def find_sizes(names: Sequence[str], granted: Dict[str, NodeSize], here: NodeSiz
     """What a job has of its nodes. Where it has all memory, Slurm says how much that is. Nodes of which
     nothing is known are taken to be like this one."""
     sizes = [granted.get(name, here) for name in names]
-    known = {}      # type: Dict[str, int]
+    known, text = {}, ''        # type: Dict[str, int], str  # bytes that jobs may have in all, by node
     if not all(size.memory_bytes for size in sizes):
-        reply = ask_slurm(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
-        known = read_listed_memory(reply.out)
+        text = ask_slurm(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names))).out
+    for facts in map(read_slurm_facts, text.splitlines()):
+        with contextlib.suppress(KeyError, ValueError):
+            reserved_mb = int(facts.get('MemSpecLimit', 0))     # for the system
+            known[facts['NodeName']] = (int(facts['RealMemory']) - reserved_mb) << 20
     return [size if size.memory_bytes else size._replace(memory_bytes=known.get(name, here.memory_bytes))
             for name, size in zip(names, sizes)]
 
@@ -21892,20 +21856,17 @@ class Runner:
         """Send a request, if it is time; take an answer in, if there is one."""
         link = self.link
         if time.monotonic() >= link.ask_at and link.open():
-            link.send(self.compose(), self.shutdown.patience_s())
+            # After our lease, and in an outage, no work is asked for.
+            want = self.dispatcher.want() if link.has_lease else None
+            body = {'want': want, 'survey': want is not None and not self.has_survey,   # type: Dict[str, Any]
+                    'actions': list(self.triggers), 'submits': self.context.submits}
+            if link.is_doubtful:
+                body['held_actions'] = self.actions.ids()
+            link.send(body, self.shutdown.patience_s())
         answer = link.receive(time.monotonic())
         if answer is not None:
             self.on_answer(answer)
             link.plan(answer)
-
-    def compose(self) -> Dict[str, Any]:
-        """What a request asks for; after our lease, and in an outage, no work. In doubt, what is in hand."""
-        want = self.dispatcher.want() if self.link.has_lease else None
-        body = {'want': want, 'survey': want is not None and not self.has_survey,   # type: Dict[str, Any]
-                'actions': list(self.triggers), 'submits': self.context.submits}
-        if self.link.is_doubtful:
-            body['held_actions'] = self.actions.ids()
-        return body
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
         """Hand an answer to the parts that it concerns: first of all what is ours no longer."""
