@@ -11325,10 +11325,8 @@ USUAL_OPERATIONS = {    # with {one} and {all} for the resource's names, {model}
 
 
 def route_to(method: str, path: str, verb: Callable[..., Any], **fields: Any) -> Route:
-    """The route of an operation that is named like its verb, unless another name is given.
-
-    A path that does not begin with a slash is below that of its workflow.
-    """
+    """The route of an operation that is named like its verb, unless another name is given. A path that does
+    not begin with a slash is below that of its workflow."""
     path = path if path[:1] == '/' else f'/workflows/{{workflow_id}}/{path}'.rstrip('/')
     return Route(method, path, verb, **dict({'name': verb.__name__}, **fields))
 
@@ -11674,10 +11672,8 @@ def format_parameter(value: Any) -> str:
 
 
 def parse_values(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
-    """Parameters of a route as values; in this process, too, as if they had come by HTTP as text.
-
-    So both transports take the same, and refuse the same.
-    """
+    """Parameters of a route as values; in this process, too, as if they had come by HTTP as text. So both
+    transports take the same, and refuse the same."""
     kinds = parse_model(route.query)
     parsed = {}
     for name, value in parameters.items():
@@ -11726,9 +11722,7 @@ def parse_call(method: str, path: str, query: str, body: Union[bytes, bytearray]
 
 def answer_call(service: Service, call: Call, caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
     """Answer a call in a savepoint of its own, in the caller's transaction: (HTTP status, value).
-
-    `is_owner`: the caller has shown the server's token. They may be an administrator without it.
-    """
+    `is_owner`: the caller has shown the server's token. They may be an administrator without it."""
     try:
         context = service.context(caller, is_owner)
         context.is_admin = is_owner or is_system_admin(context, caller)
@@ -12115,10 +12109,8 @@ class Lease:
 
 
 def hold_database(database: str, takes_over: bool = False, in_memory: bool = False) -> Store:
-    """Open a database as its only process, or put it in memory. Conflict if another process has it.
-
-    Callers release the lease of the store, if it has one, when they have closed it.
-    """
+    """Open a database as its only process, or put it in memory. Conflict if another process has it. Callers
+    release the lease of the store, if it has one, when they have closed it."""
     prepare_database_directory(database)
     lease = None
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
@@ -12151,9 +12143,7 @@ def hold_database(database: str, takes_over: bool = False, in_memory: bool = Fal
 
 def find_live_file(database: str, takes_over: bool) -> str:
     """Path of the live file that a killed server of a database has left, or ''. Callers have its lock.
-
-    Conflict if that server lives, Refused if the live file is in another host's memory.
-    """
+    Conflict if that server lives, Refused if the live file is in another host's memory."""
     path = database + '.memory'
     found = read_state(path, 'path', 'database')
     if found is None:
@@ -12497,10 +12487,8 @@ class SignedRequests:
 # -------- TLS --------
 
 def open_tls(certificate: str, key: str) -> Any:
-    """What TLS connections are made from (an ssl.SSLContext): a certificate with its chain and its key.
-
-    TLS 1.2 or newer, with the ciphers that Python thinks safe. BadInput for files that do not fit.
-    """
+    """What TLS connections are made from (an ssl.SSLContext): a certificate with its chain and its key. TLS
+    1.2 or newer, with the ciphers that Python thinks safe. BadInput for files that do not fit."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     if hasattr(context, 'minimum_version'):
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -13901,9 +13889,7 @@ def stop_with_input(server: Server) -> None:
 
 def in_slurm_job() -> bool:
     """Whether this process is on a node of an allocation, whose other nodes, and other ones, work with it.
-
-    The shell of salloc(1) on a login node has the number of a Slurm job, but no node.
-    """
+    The shell of salloc(1) on a login node has the number of a Slurm job, but no node."""
     return bool(os.environ.get('SLURM_JOB_ID') and os.environ.get('SLURMD_NODENAME'))
 
 
@@ -14093,10 +14079,8 @@ class JsonLines(logging.Formatter):
 # -------- detached servers --------
 
 def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None) -> None:
-    """Fork a server for a database; it answers. Conflict if another process has the database.
-
-    In an allocation it answers other hosts, too: requests are signed with its token, which is never sent.
-    """
+    """Fork a server for a database; it answers. Conflict if another process has the database. In an
+    allocation it answers other hosts, too: requests are signed with its token, which is never sent."""
     database, host = os.path.abspath(database), '0.0.0.0' if in_slurm_job() else '127.0.0.1'
     options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
     start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 2)
@@ -14586,9 +14570,7 @@ def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
 
 def serves_address(server: Dict[str, Any], address: Address) -> bool:
     """Whether an address is a server's: as listed, or, for a server of this host, any name of the host.
-
-    Whoever answers there must still prove that it knows the token before it gets ours.
-    """
+    Whoever answers there must still prove that it knows the token before it gets ours."""
     known = [parse_url(url) for url in server.get('candidates') or [server['url']]]
     hosts = {other.host for other in known if (other.is_tls, other.port) == (address.is_tls, address.port)}
     if hosts and process_lives(server):
@@ -14806,10 +14788,8 @@ class Connector:
             raise Unreachable(f'the database {self.database} is gone')      # make no new one
 
     def open_server(self, server: Dict[str, Any]) -> HttpConnection:
-        """Connect to the first address at which a server answers, and proves that it is the one.
-
-        `server` is what is known of it; {} if it is only named.
-        """
+        """Connect to the first address at which a server answers, and proves that it is the one. `server` is
+        what is known of it; {} if it is only named."""
         urls = server.get('candidates') or [server['url']] if server else []
         if not was_here(server):
             urls = [url for url in urls if not is_loopback(parse_url(url).host)]
@@ -15298,9 +15278,7 @@ def find_changes(client: Client, workflow: Dict[str, Any], is_dry_run: bool) -> 
 def prepare_run(client: Client, workflow: Dict[str, Any], finds_changes: bool = True,
                 **options: bool) -> Tuple[List[Dict[str, Any]], Dict[str, Any]]:
     """What every run begins with, after jobs were set back: the server learns of the files, and initializes.
-
-    With `finds_changes` what is out of date runs again, too: these jobs, and the server's answer.
-    """
+    With `finds_changes` what is out of date runs again, too: these jobs, and the server's answer."""
     changes = {}    # type: Dict[str, List[Dict[str, Any]]]
     if finds_changes:
         changes = find_changes(client, workflow, is_dry_run=False)
@@ -17506,10 +17484,8 @@ class GeneratedSpec(Row):
 
 
 def planned_graph(plan: Plan) -> Tuple[JobGraph, List[ResourceClass]]:
-    """The jobs of a checked spec, and their classes; the last class is that of jobs that name none.
-
-    Jobs with labels are in no class: no runner in an allocation has labels.
-    """
+    """The jobs of a checked spec, and their classes; the last class is that of jobs that name none. Jobs
+    with labels are in no class: no runner in an allocation has labels."""
     body = plan.body
     classes = [read_resource_class(row) for row in body['resource_requirements'] + [DEFAULT_REQUIREMENTS]]
     by_kind = [None if labels else len(classes) - 1 if resources is None else resources
@@ -17550,10 +17526,8 @@ def clear_schedulers(document: Document, replaces: bool) -> None:
 
 def generate_spec(document: Document, directory: str, partitions: Sequence[Partition],
                   options: PlanOptions) -> GeneratedSpec:
-    """Plan schedulers and actions for a workflow file, and put them into it.
-
-    Jobs stay parameterised. BadInput with all that is wrong, also where a job fits no partition.
-    """
+    """Plan schedulers and actions for a workflow file, and put them into it. Jobs stay parameterised.
+    BadInput with all that is wrong, also where a job fits no partition."""
     clear_schedulers(document, options.replaces)
     spec = read_plan(document, directory, options.max_instances, options.skip_checks,
                      gets_schedulers=True)
@@ -17664,9 +17638,7 @@ JSON_NUMBER = Expression(r'-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?\
 
 def mark_numbers(value: Any) -> Any:
     """A value whose numbers are, as they were written, texts between zero characters: no text holds these.
-
-    PYTHON_VERSION: 3.10 in a job's env must not become 3.1.
-    """
+    PYTHON_VERSION: 3.10 in a job's env must not become 3.1."""
     if isinstance(value, dict):
         return {key: mark_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -17713,10 +17685,8 @@ GPU_VARIABLES = ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DE
 
 
 def submission_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
-    """Variables for sbatch, which hands its environment on to the job; None removes one.
-
-    Inside a job, what that job got goes too, GPUs as well: a runner submits the next allocation.
-    """
+    """Variables for sbatch, which hands its environment on to the job; None removes one. Inside a job, what
+    that job got goes too, GPUs as well: a runner submits the next allocation."""
     removed = [name for name in environment if SLURM_SETTINGS.match(name) and name not in KEPT_SETTINGS]
     if 'SLURM_JOB_ID' in environment:
         removed += [name for name in GPU_VARIABLES if name in environment]
@@ -17810,10 +17780,8 @@ def submission_name(submission: Submission) -> str:
 
 
 def job_name_of(submission: Submission) -> str:
-    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user.
-
-    So no other chain may have it, of the same workflow or scheduler by number in another database.
-    """
+    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user. So no
+    other chain may have it, of the same workflow or scheduler by number in another database."""
     scheduler = submission.scheduler
     if scheduler.get('serialize_allocations'):
         return f"{name_in_queue(submission)}_s{scheduler['id']}_{submission.database_id[:6]}"
@@ -17983,10 +17951,8 @@ def judge_submission(reply: Reply) -> Dict[str, Any]:
 
 
 def pin_program(output_dir: str) -> str:
-    """Keep a compiled copy of this very file in an output directory; the path of its launcher. OSError.
-
-    An upgrade, or another version in the user's PATH, must not change what a queued allocation runs.
-    """
+    """Keep a compiled copy of this very file in an output directory; the path of its launcher. OSError. An
+    upgrade, or another version in the user's PATH, must not change what a queued allocation runs."""
     source = os.path.abspath(globals().get('__file__') or '')
     with open(source, 'rb') as file:
         mark = hashlib.sha256(file.read())
@@ -18001,9 +17967,7 @@ def pin_program(output_dir: str) -> str:
 
 def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], List[str]]:
     """Cancel what a workflow has in the queue, or running, with one scancel. The Slurm jobs, and errors.
-
-    Rows are marked once Slurm has answered: after an error the same command does it again.
-    """
+    Rows are marked once Slurm has answered: after an error the same command does it again."""
     rows = [row for row in list_items(client, 'list_scheduled_compute_nodes', workflow_id=workflow_id)
             if row['scheduler_type'] == 'slurm' and row['status'] in ('pending', 'active')]
     unknown = [row for row in rows if not row['scheduler_id']]
@@ -18492,10 +18456,8 @@ STATS_FIELDS = StepRecord._fields[:6]
 
 
 def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
-    """Output of sstat in SSTAT_FORMAT -> number of a step -> figures, for these numbers.
-
-    Of a single step it may be without the id, as on the page "Slurm Job Step Monitoring".
-    """
+    """Output of sstat in SSTAT_FORMAT -> number of a step -> figures, for these numbers. Of a single step it
+    may be without the id, as on the page "Slurm Job Step Monitoring"."""
     rows = read_slurm_rows(text, 3)
     if len(numbers) == 1 and not rows:
         rows = [['.' + number, *row] for number in numbers for row in read_slurm_rows(text, 2)]
@@ -18614,10 +18576,8 @@ def make_journal(output_dir: str, workflow_id: int, run_id: int, label: str) -> 
 
 def write_journal(path: str, entries: Iterable[Dict[str, Any]],
                   left: Optional[Dict[str, Any]] = None) -> None:
-    """Keep entries, all or none: they are on disk when this returns. sqlite3.Error if not.
-
-    `left`: if the runner leaves now, the RunnerLeft that says so.
-    """
+    """Keep entries, all or none: they are on disk when this returns. sqlite3.Error if not. `left`: if the
+    runner leaves now, the RunnerLeft that says so."""
     now = int(time.time())
     rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
             for entry in entries]
@@ -18648,9 +18608,7 @@ LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose w
 
 def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
     """Paths of the journals of a run below a directory, sorted; and what could not be searched, in words.
-
-    Links are not followed, which may lead to anything; those that lead to journals are named.
-    """
+    Links are not followed, which may lead to anything; those that lead to journals are named."""
     first, last = JOURNAL_NAME.format(workflow_id, run_id, '*').split('*')
     errors, found, passed_over = [], [], []     # type: List[OSError], List[str], List[str]
     for directory, below, names in os.walk(base_dir, onerror=errors.append):
@@ -18860,9 +18818,7 @@ def limit_size(size: NodeSize, options: RunnerOptions) -> NodeSize:
 
 def measure_node(options: RunnerOptions, root: str = '') -> NodeSize:
     """This node's size, where the options do not say otherwise: not all of the machine, but what is ours.
-
-    `root` is a prefix of /proc, /sys and /dev.
-    """
+    `root` is a prefix of /proc, /sys and /dev."""
     num_cpus = max(1, int(min(len(os.sched_getaffinity(0)), read_cpu_quota(root))))
     all_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     memory_bytes = int(min(read_memory_limit(root), read_available_memory(root), all_bytes))
@@ -19942,10 +19898,8 @@ class DirectStarter(Part):
         self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
 
     def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any]) -> None:
-        """Open an attempt's files into `outputs` and start it with what its grant holds. OSError, ValueError.
-
-        `on_end` is called when nothing of it lives.
-        """
+        """Open an attempt's files into `outputs` and start it with what its grant holds. OSError,
+        ValueError. `on_end` is called when nothing of it lives."""
         context, name = self.context, f'{attempt.id}-{attempt.attempt_id}'
         open_outputs(context, attempt, outputs)
         command = compose_command(attempt.job['invocation_script'], attempt.job['command'])
@@ -20056,10 +20010,8 @@ class Actions(Part):
             self.finish(False, f'command {self.index + 1} cannot be started: {error}')
 
     def command_of(self, action: Dict[str, Any]) -> Tuple[str, Dict[str, str]]:
-        """The next command of an action, as a shell takes it, with its variables. OSError, TorcError.
-
-        That of schedule_nodes is torc.py itself, which submits, and reaches the server as this runner does.
-        """
+        """The next command of an action, as a shell takes it, with its variables. OSError, TorcError. That
+        of schedule_nodes is torc.py itself, which submits, and reaches the server as this runner does."""
         context, command = self.context, action['commands'][self.index]
         if command:
             return f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{command}', context.variables
@@ -21500,10 +21452,8 @@ class Wakeup:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.old_handlers)
 
     def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
-        """Wait for a signal, the answer to a request, or the timeout; which signals came.
-
-        SIGKILL stands for the death of the keeper.
-        """
+        """Wait for a signal, the answer to a request, or the timeout; which signals came. SIGKILL stands for
+        the death of the keeper."""
         numbers = {self.reader, self.reader if pending is None else pending.fileno()}
         poll, found = select.poll(), b''    # select() knows no descriptors from 1024 on
         for number in numbers - {-1}:       # that of an answer which is here
@@ -21716,10 +21666,8 @@ class Shutdown(Part):
 
 
 def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
-    """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel.
-
-    One that has begun finds out by itself that nothing is left, also one that begins in this moment.
-    """
+    """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel. One
+    that has begun finds out by itself that nothing is left, also one that begins in this moment."""
     workflow_id = context.workflow_id
     rows = [row for row in client.call('list_scheduled_compute_nodes', workflow_id=workflow_id,
                                        status='pending')['items'] if row['scheduler_type'] == 'slurm']
@@ -21763,10 +21711,8 @@ def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], R
 
 
 def runner_nodes(context: NodeContext) -> List[NodeSize]:
-    """What a runner works with, in the order of its ledger.
-
-    Without steps jobs start here only; unless they are not limited, such as those that call srun themselves.
-    """
+    """What a runner works with, in the order of its ledger. Without steps jobs start here only; unless they
+    are not limited, such as those that call srun themselves."""
     allocation, options = context.allocation, context.options
     if allocation is not None and allocation.own_index is None and not context.in_steps:
         context.say(f'jobs run here, on {socket.gethostname()}, which is no node of Slurm job '
@@ -22153,9 +22099,7 @@ def seen_argv() -> List[str]:
 
 def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
     """Add to those that are gone what sacct says of their ends; it may also say that they are not gone.
-
-    `owner`: whose the workflow is.
-    """
+    `owner`: whose the workflow is."""
     records = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 6)} if reply.code == 0 else {}
     problem = f'sacct cannot be asked: {explain_reply(reply)}' if reply.code else 'sacct does not know it'
     for number, end in list(seen.gone.items()):
