@@ -14721,7 +14721,7 @@ class RunnerTest(RunnerCase):
     def test_a_file_is_cut_while_its_job_goes_on_printing(self):
         path = 'out/job_stdio/job_wf1_j1_r1_a1.o'
         self.create(f'yes | head -c 300000; while test $(stat -c %s {path}) -gt 1000; do sleep 0.02; done; echo end', 'head -c 1000 /dev/zero')
-        with unittest.mock.patch.object(torc, 'CAP_LOOK_S', 0.05):
+        with unittest.mock.patch.object(torc, 'LOOK_S', 0.05):
             self.assertEqual(2, self.run_it(max_output_bytes=1000).completed)
         self.assertEqual('y\n' * 500, self.stdio())
         self.assertEqual({1: 'stdout was cut off at 1000B of 293.0KB (--max-output-bytes)', 2: None},

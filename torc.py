@@ -12060,22 +12060,18 @@ class Lease:
         is_quick = self.clock() - seen_at < self.PAUSE_S
         time.sleep(5 * self.PAUSE_S if is_dead and is_quick else self.PERIOD_S)
         self.look()
+        # Copies in the place of the files: who has opened these before has some without a name.
         for path in (self.database + '-wal', self.database):
-            with contextlib.suppress(FileNotFoundError):
-                self.renew_file(path)
-
-    def renew_file(self, path: str) -> None:
-        """Put a copy in the place of a file: who has opened it before has one without a name. OSError."""
-        with open(path, 'rb') as file, \
-                os.fdopen(create_file(path + '.new', 0o600), 'wb') as copy:
-            for piece in iter(functools.partial(file.read, 2 ** 20), b''):
-                copy.write(piece)
-                self.renew()
-            copy.flush()
-            os.fsync(copy.fileno())
-        self.renew(True)
-        os.replace(path + '.new', path)
-        sync_directory(os.path.dirname(path))
+            with contextlib.suppress(FileNotFoundError), open(path, 'rb') as file:
+                with os.fdopen(create_file(path + '.new', 0o600), 'wb') as copy:
+                    for piece in iter(functools.partial(file.read, 2 ** 20), b''):
+                        copy.write(piece)
+                        self.renew()
+                    copy.flush()
+                    os.fsync(copy.fileno())
+                self.renew(True)
+                os.replace(path + '.new', path)
+                sync_directory(os.path.dirname(path))
 
     def renew(self, is_sure: bool = False) -> None:
         """Once a period, or now: say that we live, and see that it is ours. Conflict if it may be lost."""
@@ -13261,7 +13257,11 @@ class Connection:
             status, value = self.ask(body)
             if isinstance(value, Subscription):
                 return self.stream(value)
-            status, data = self.format_value(status, value)
+            try:
+                data = b'' if value is None else format_json(value).encode()
+            except ValueError as error:     # infinite, or half of a surrogate pair: no verb should let it in
+                status, value = answer_failure(error, f'the answer to {head.method} {head.path}')
+                data = format_json(value).encode()
             del value       # it takes more memory than its text
         self.close_connection = not head.keeps_alive
         self.send_answer(status, data)
@@ -13294,14 +13294,6 @@ class Connection:
         except OSError:     # it has gone
             return True
         return True
-
-    def format_value(self, status: int, value: Any) -> Tuple[int, bytes]:
-        """Status and body for what a verb has answered."""
-        try:
-            return status, b'' if value is None else format_json(value).encode()
-        except ValueError as error:     # infinite, or half of a surrogate pair: no verb should let it in
-            status, value = answer_failure(error, f'the answer to {self.head.method} {self.head.path}')
-            return status, format_json(value).encode()
 
     def send_answer(self, status: int, body: bytes) -> None:
         """Send a whole answer."""
@@ -14204,8 +14196,7 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
 CONNECT_DEADLINE_S = 3.0            # for one address to accept
 CALL_DEADLINE_S = 600.0             # for one answer, by default; large workflows take their time
 STREAM_DEADLINE_S = 45.0            # for more of a stream, which gets a comment every KEEP_ALIVE_S
-ANSWER_PIECE_BYTES = 65536          # of an answer, read at once
-MAX_PROOF_BYTES = 65536             # of the first answer of a server: what sends more is another program
+ANSWER_PIECE_BYTES = 65536          # of an answer, read at once; of a server's first one: no more is read
 PAGE_ITEMS = 20000                  # of a list that is fetched page by page
 ERROR_KINDS = {kind.__name__: kind for kind in (BadInput, Refused, NotFound, Conflict, Denied, Unreachable)}
 ERROR_KINDS_BY_STATUS = {400: BadInput, 401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 413: BadInput}
@@ -14831,7 +14822,7 @@ class Connector:
         challenge, url = secrets.token_hex(16), connection.address.url
         try:
             connection.send('GET', f'/healthz?challenge={challenge}', None, CONNECT_DEADLINE_S)
-            status, body = connection.read_answer(deadline_s, MAX_PROOF_BYTES)
+            status, body = connection.read_answer(deadline_s, ANSWER_PIECE_BYTES)
             if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
                 parse_answer(status, body)
             if status == 503:
@@ -18486,7 +18477,7 @@ def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
 
 # The name of a job comes last: it may hold any character, also the one that separates.
 JOB_FORMAT = 'JobID,State,ExitCode,ElapsedRaw,MaxRSS,TotalCPU,NNodes,NodeList,JobName'
-MAX_LISTED_JOBS = 5000      # in a command line, of which Linux allows 128 kB a word
+MAX_LISTED_JOBS = 5000      # or steps, in a command line, of which Linux allows 128 kB a word
 
 
 class JobAccount(Row):
@@ -18716,8 +18707,7 @@ SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 MAX_SERIES_ROWS = 200000    # that wait to be written
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
-LOOK_S = 1.0                        # between looks whether the output directory is there, and not full
-CAP_LOOK_S = 1.0                    # ... and at what jobs have printed, if that is limited
+LOOK_S = 1.0                        # between looks whether the output directory is there, and at what jobs print
 PAUSE_S = (1.0, 60.0)               # the first and the longest while nothing can be started
 TAKEN = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG))     # the fault of one name
 
@@ -20079,7 +20069,7 @@ class Completions(Part):
         if now >= self.cut_at:
             for attempt in self.attempts.of('running'):
                 self.cut_output(attempt)
-            self.cut_at = now + max(CAP_LOOK_S, 50 * (time.monotonic() - now))     # less often where it is slow
+            self.cut_at = now + max(LOOK_S, 50 * (time.monotonic() - now))     # less often where it is slow
         self.judge_at = math.inf
         for attempt in self.attempts.of('ended'):
             self.judge(attempt)
@@ -21020,7 +21010,6 @@ def choose_mode(context: NodeContext) -> bool:
 # each SACCT_BATCH_S. Intervals begin with an answer. What a controller or an accounting that is down does not
 # say is missing in the results, and nothing else happens.
 
-MAX_NAMED_STEPS = 5000      # in a command line, of which Linux allows 128 kB a word
 SACCT_TRIES = 6
 SACCT_PAUSE_S = 5.0
 SACCT_FIRST_S = 1.0         # after the end of a step: before, slurmdbd(8) hardly has its record
@@ -21118,7 +21107,7 @@ class Accounting(Part):
         self.sample_at = math.inf if asked else now + self.monitor.settings.interval_s
         job_id = self.context.allocation.job_id
         which = ['-j', job_id, '--allsteps']
-        if len(asked) <= MAX_NAMED_STEPS:
+        if len(asked) <= MAX_LISTED_JOBS:
             which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)]
         if asked:
             self.call('sstat', which, SSTAT_FORMAT, functools.partial(self.on_samples, asked))
