@@ -12254,11 +12254,8 @@ def write_backup(store: Store, path: str) -> None:
 
 
 class CopyWriter:
-    """Writes copies of a database that is served, in the thread that has it, between transactions.
-
-    Backups as they are asked for; and of a database in memory snapshots to its file, at an interval, when
-    asked to, and at the end.
-    """
+    """Writes copies of a database that is served, in the thread that has it, between transactions: backups,
+    and of a database in memory snapshots to its file, at an interval, when asked to, and at the end."""
 
     def __init__(self, store: Store, interval_s: float = math.inf,
                  announce: Callable[[str], Any] = str) -> None:
@@ -13963,11 +13960,8 @@ def own_addresses() -> List[str]:
 @contextlib.contextmanager
 def connection_file(options: ServerOptions, urls: List[str], server_id: str,
                     goes_on: Callable[[], bool] = bool) -> Iterator[str]:
-    """While the block runs, the files that lead clients to the server of a database.
-
-    They stay where goes_on() says at the end that another server is to come. The value is a line for the user
-    where commands do not find the server by themselves.
-    """
+    """While the block runs, the files that lead clients to the server of a database; they stay where
+    goes_on() says at the end that another server is to come. The value is a line for the user."""
     database = os.path.abspath(options.database)
     path = database + '.connection'
     content = dict(
@@ -14640,11 +14634,6 @@ class Connector:
         return bool(self.database and self.server.get('in_memory')) and not self.is_lasting
 
     @property
-    def travels(self) -> bool:
-        """Whether its server lives in allocations: one that does not answer goes on in the next one."""
-        return bool(self.server.get('travels'))
-
-    @property
     def is_direct(self) -> bool:
         """Whether the verbs run in this process, on the database itself."""
         return self._service is not None
@@ -15030,9 +15019,8 @@ class Client(Connector, Operations):
     def stream(self, op: str, until: float = math.inf, **params: Any) -> Iterator[StreamEvent]:
         """Events of a stream operation as they come, for ever or until some time (monotonic).
 
-        A server that goes away is found again, and goes on where it left off, if it can; what was missed
-        comes as an event of type 'warning' whose data say how many were `dropped`. Unreachable when it stays
-        away for STREAM_PATIENCE_S.
+        After an outage it goes on where it left off; what was missed comes as an event of type 'warning' whose
+        data say how many were `dropped`. Unreachable when the server stays away for STREAM_PATIENCE_S.
         """
         route = OPERATIONS[op]
         params = name_parameters(route, params)
@@ -15070,11 +15058,8 @@ class Client(Connector, Operations):
         self.close()
 
     def leave(self) -> None:
-        """Close. After a change, an embedded server in memory has written everything to its file before.
-
-        It may be killed as soon as we have left: batch systems do so at the end of a script. If no other
-        client uses it, its end is waited for too.
-        """
+        """Close. After a change, an embedded server in memory has written everything to its file before. If
+        no other client uses it, its end is waited for too: batch systems kill it at the end of a script."""
         if self.in_memory and self.has_changed and self._connection is not None:
             try:
                 wanted = answer = self.call('snapshot_database')
@@ -15092,11 +15077,8 @@ class Client(Connector, Operations):
             self.end_server()
 
     def end_server(self) -> None:
-        """End the embedded server that we have started, though runners elsewhere may use it.
-
-        Slurm kills it with our allocation, in the midst of whatever it does (proctrack/cgroup); one that ends
-        by itself gives the database back, and the next runner that asks for it starts another.
-        """
+        """End the embedded server that we have started, though runners elsewhere may use it. Slurm kills it
+        with our allocation, whatever it does; one that ends by itself gives the database back."""
         path = self.database + '.connection'
         found = read_server_file(path) or {}
         if found.get('is_embedded') and was_here(found) and process_lives(found):
@@ -15141,11 +15123,8 @@ def has_directory(workflow: Dict[str, Any]) -> bool:
 
 
 def read_file_times(base: str, paths: Dict[str, str]) -> Dict[str, Optional[float]]:
-    """Times of the last change of a workflow's files, by the keys of their paths; None: it is not there.
-
-    A file that cannot be looked at now, as in a file system that is away (EIO, ESTALE), is left out: jobs
-    that made it would be taken for undone.
-    """
+    """Times of the last change of a workflow's files, by the keys of their paths; None: it is not there. One
+    that cannot be looked at now (EIO, ESTALE) is left out: jobs that made it would be taken for undone."""
     found = {}      # type: Dict[str, Optional[float]]
     for key, path in paths.items():
         try:
@@ -15221,14 +15200,11 @@ class FileCheck(Row):
 
 
 def check_files(client: Client, workflow: Dict[str, Any]) -> FileCheck:
-    """Look for input files that no job makes, output files that exist already, and user data without a value.
-
-    The server also requires what completed jobs have made; what is gone of that will be made again.
-    """
+    """Look for input files that no job makes, output files that exist already, and user data without a value."""
     number, base = workflow['id'], base_directory(workflow)
     outputs = list_items(client, 'list_files', workflow_id=number, is_output=True)
     required = set(client.call('list_required_existing_files', workflow_id=number)['files'])
-    required.difference_update(item['id'] for item in outputs)
+    required.difference_update(item['id'] for item in outputs)      # what completed jobs have made is made again
     files = list_items(client, 'list_files', workflow_id=number) if required else []
     missing = sorted(item['path'] for item in files
                      if item['id'] in required and is_missing(os.path.join(base, item['path'])))
@@ -17709,11 +17685,8 @@ def find_nodes(partitions: Sequence[Partition], name: Optional[str], needs: Dict
 
 def resource_options(scheduler: Dict[str, Any], needs: Dict[str, int], partition: Partition,
                      given: Set[str], num_allocations: int) -> Dict[str, str]:
-    """CPUs and memory of an allocation, as options of sbatch, where the scheduler does not say them.
-
-    A shared node gives one CPU and little memory to who asks for nothing. Where whole nodes are given, only
-    memory must be asked for, and not even that where a job gets all of it.
-    """
+    """CPUs and memory of an allocation, as options of sbatch, where the scheduler does not say them. Where
+    whole nodes are given, only memory must be asked for, and not even that where a job gets all of it."""
     has_memory = bool(scheduler.get('mem')) or not given.isdisjoint(MEMORY_OPTIONS)
     has_cpus = bool(scheduler.get('ntasks_per_node')) or not given.isdisjoint(CPU_OPTIONS)
     if not partition.shared or 'exclusive' in given:
@@ -19286,9 +19259,8 @@ def add_member(bundle: Any, name: str, file: Any) -> int:
 # The window is compute_node_wait_for_healthy_database_minutes, anew in each outage; offline is the page's
 # offline drain. There is no lease then, so that nothing is claimed or started, be it a job, a command of an
 # action or a recovery script, and the server is asked once in a ping interval. What is not acknowledged is
-# held in memory as before, and goes with the first request that is answered; what is due starts then.
-# OfflineDrain keeps it in a journal, too, in case that the runner ends before: it then leaves without the
-# server as soon as nothing runs here. See also Runner.has_drained.
+# held in memory as before, and goes with the first request that is answered; what is due starts then. See
+# also OfflineDrain, and Runner.has_drained.
 
 
 class NodeContext:
@@ -19720,9 +19692,8 @@ class ServerLink(Part):
 class OfflineDrain(Part):
     """Keeps completions on disk while the server is away, in case that this runner ends before it is back.
 
-    Nothing is started meanwhile, so that the loop may wait for the disk, and all that is not acknowledged
-    can be written each time. What cannot be written stays in memory, and is tried again once in a ping
-    interval. Nothing else depends on it: jobs never do.
+    Nothing is started meanwhile, so that the loop may wait for the disk. What cannot be written stays in
+    memory, and is tried again once in a ping interval. Jobs never depend on it.
     """
 
     def __init__(self, context: NodeContext) -> None:
@@ -21346,10 +21317,7 @@ def find_cancellation(job_id: str) -> str:
 
 class AllocationWatch(Part):
     """Follows the end of the Slurm job, which users and administrators may move (scontrol(1), TimeLimit).
-
-    A call for each tenth of the time that is left, at least each CHECK_END_S. What it finds stands in the
-    Allocation.
-    """
+    What it finds stands in the Allocation."""
 
     def __init__(self, context: NodeContext) -> None:
         super().__init__(context)
@@ -21909,10 +21877,7 @@ class Runner:
 
     def explain_drain(self) -> Unreachable:
         """The error of a runner that has left without its server: what it could not report, and where it is.
-
-        Its details, if anything is kept: `journal`, a path, and what `workflows reconcile` needs to know,
-        `run_id` and `base_dir`.
-        """
+        Its details, if anything is kept: `journal`, a path, and what `workflows reconcile` needs to know."""
         context, drain = self.context, self.drain
         left = self.attempts.of('ended', 'recovering', 'reported')
         actions = self.link.outbox['action_results']
@@ -29148,7 +29113,7 @@ class Supervision:
         """Wait for a server that is away, or a database that others have, unless that has lasted too long."""
         now = time.monotonic()
         self.silent_at = now if self.silent_at is None else self.silent_at
-        will_go_on = isinstance(error, Unreachable) and self.session.client.travels
+        will_go_on = isinstance(error, Unreachable) and bool(self.session.client.server.get('travels'))
         if self.args['once'] or now - self.silent_at >= self.window_s and not will_go_on:
             self.say(f'given up: {error.message}', 'error')
             raise error
