@@ -14634,6 +14634,11 @@ class Connector:
         return bool(self.database and self.server.get('in_memory')) and not self.is_lasting
 
     @property
+    def travels(self) -> bool:
+        """Whether its server lives in allocations: one that does not answer goes on in the next one."""
+        return bool(self.server.get('travels'))
+
+    @property
     def is_direct(self) -> bool:
         """Whether the verbs run in this process, on the database itself."""
         return self._service is not None
@@ -29113,7 +29118,7 @@ class Supervision:
         """Wait for a server that is away, or a database that others have, unless that has lasted too long."""
         now = time.monotonic()
         self.silent_at = now if self.silent_at is None else self.silent_at
-        will_go_on = isinstance(error, Unreachable) and bool(self.session.client.server.get('travels'))
+        will_go_on = isinstance(error, Unreachable) and self.session.client.travels
         if self.args['once'] or now - self.silent_at >= self.window_s and not will_go_on:
             self.say(f'given up: {error.message}', 'error')
             raise error
