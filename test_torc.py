@@ -16548,101 +16548,45 @@ SAMPLE = '''
       - {name: bad, command: "echo oops >&2; exit 3", depends_on: [prep], resource_requirements: small, failure_handler: fh}
       - {name: tail, command: "true", depends_on: [bad], resource_requirements: small}
 '''
-# Recorded command -> ours, after a run of SAMPLE as workflow 1. Ids are those that the sample gets.
-RECORDED = (
-    ('status WF', 'status 1'),
-    ('workflows get WF', 'workflows get 1'),
-    ('workflows list', 'workflows list'),
-    ('workflows list --all-users', 'workflows list --all-users'),
-    ('workflows is-complete WF (done)', 'workflows is-complete 1'),
-    ('workflows sync-status WF --dry-run', 'workflows sync-status 1 --dry-run'),
-    ('workflows execution-plan WF', 'workflows execution-plan 1'),
-    ('workflows execution-plan SPEC', 'workflows execution-plan w.yaml'),
-    ('workflows list-actions WF', 'workflows list-actions 1'),
-    ('workflows update-action WF2 ID --num-allocations 2', 'workflows update-action 1 2 --num-allocations 2'),
-    ('workflows delete-action WF2 ID --no-prompts', 'workflows delete-action 1 2 --no-prompts'),
-    ('jobs list WF', 'jobs list 1'),
-    ('jobs list WF --include-relationships', 'jobs list 1 --include-relationships'),
-    ('jobs list WF -x command (csv)', 'jobs list 1 -x command'),
-    ('jobs get J', 'jobs get 4'),
-    ('jobs running WF (before)', 'jobs running 1'),
-    ('jobs list-resource-requirements WF', 'jobs list-resource-requirements 1'),
-    ('files list WF', 'files list 1'),
-    ('files get ID', 'files get 1'),
-    ('files list-required-existing WF', 'files list-required-existing 1'),
-    ('user-data list WF', 'user-data list 1'),
-    ('user-data get ID', 'user-data get 1'),
-    ('user-data list-missing WF', 'user-data list-missing 1'),
-    ('resource-requirements list WF', 'resource-requirements list 1'),
-    ('resource-requirements get ID', 'resource-requirements get 1'),
-    ('failure-handlers list WF', 'failure-handlers list 1'),
-    ('failure-handlers get ID', 'failure-handlers get 1'),
-    ('results list WF', 'results list 1'),
-    ('results list WF --failed', 'results list 1 --failed'),
-    ('results get ID', 'results get 3'),
-    ('compute-nodes list WF', 'compute-nodes list 1'),
-    ('compute-nodes get ID', 'compute-nodes get 1'),
-    ('hpc show kestrel', 'hpc show kestrel'),
-    ('results list WF --include-logs -o DIR', 'results list 1 --include-logs'),
-    ('workflows check-resources WF', 'workflows check-resources 1'),
-    ('workflows check-resources WF --all --include-failed', 'workflows check-resources 1 --all --include-failed'),
-    ('workflows correct-resources WF --dry-run', 'workflows correct-resources 1 --dry-run'),
-    ('recover WF --dry-run', 'recover 1 --dry-run'),
-    ('recover WF --dry-run --retry-unknown', 'recover 1 --dry-run --retry-unknown'),
-    ('events list WF', 'events list 1'),
-    ('job-dependencies job-job WF', 'job-dependencies job-job 1'),
-    ('job-dependencies job-file WF', 'job-dependencies job-file 1'),
-    ('job-dependencies job-user-data WF', 'job-dependencies job-user-data 1'),
-    ('create SPEC --dry-run', 'create w.yaml --dry-run'),
-    ('files create WF -n f9 -p p9', 'files create 1 -n f9 -p p9'),
-    ('user-data create WF -n u9 -d JSON', "user-data create 1 -n u9 -d '{\"b\": 2}'"),
-    ('user-data update ID -n u10', 'user-data update 2 -n u10'),
-    ('user-data delete ID', 'user-data delete 2'),
-    ('resource-requirements create WF -n rr9 --num-cpus 2', 'resource-requirements create 1 -n rr9 --num-cpus 2'),
-    ('resource-requirements update ID --memory 2g', 'resource-requirements update 3 --memory 2g'),
-    ('resource-requirements delete ID', 'resource-requirements delete 3'),
-    ('jobs create WF -n extra -c true', 'jobs create 1 -n extra -c true'),
-    ('jobs update J --priority 3', 'jobs update 6 --priority 3'),
-    ('jobs reset-status J --dry-run', 'jobs reset-status 4 --dry-run'),
-    ('events create WF -d JSON', "events create 1 -d '{\"category\": \"x\", \"n\": 1}'"),
-    ('events get-latest-event WF', 'events get-latest-event 1'),
-    ('workflows reinit WF --dry-run', 'workflows reinit 1 --dry-run'),
-    ('jobs reset-status --return-code 3 --workflow-id WF --no-prompts --reinit',
-     'jobs reset-status --return-code 3 --workflow-id 1 --no-prompts --reinit'),
-    ('jobs delete J', 'jobs delete 6'),
-    ('workflows reinit WF', 'workflows reinit 1'),
-    ('workflows reset-status WF --failed-only --no-prompts', 'workflows reset-status 1 --failed-only --no-prompts'),
-    ('workflows reset-status WF -r --no-prompts', 'workflows reset-status 1 -r --no-prompts'),
-    ('workflows init WF --dry-run', 'workflows init 1 --dry-run'),
-    ('workflows init WF', 'workflows init 1'),
-    ('workflows init WF --async', 'workflows init 1 --async'),
-    ('workflows reinit WF --async', 'workflows reinit 1 --async'),
-    ('tasks wait ID', 'tasks wait 1'),
-    ('workflows update WF -d d', 'workflows update 1 -d d'),
-    ('workflows archive true WF', 'workflows archive true 1'),
-    ('workflows archive false WF', 'workflows archive false 1'),
-    ('cancel WF', 'cancel 1'),
-    ('user-data delete-all WF2 --no-prompts', 'user-data delete-all 1 --no-prompts'),
-    ('jobs delete-all WF2 --no-prompts', 'jobs delete-all 1 --no-prompts'),
-    ('create SPEC', 'create w.yaml'),
-    ('workflows new -n fresh', 'workflows new -n fresh'),
-    ('admin sql SELECT', "admin sql 'SELECT id, name FROM workflow'"),
-    ('admin sql --write --yes', 'admin sql --write --yes "UPDATE workflow SET description = \'z\' WHERE id = 1"'),
-    ('admin list-audit-log', 'admin list-audit-log'),
-    ('admin api-stats --window 120', 'admin api-stats --window 120'),
-    ('access-groups create g1', 'access-groups create g1 -d x'),
-    ('access-groups list', 'access-groups list'),
-    ('access-groups get ID', 'access-groups get 2'),
-    ('access-groups add-user ID v', 'access-groups add-user 2 v'),
-    ('access-groups list-members ID', 'access-groups list-members 2'),
-    ('access-groups list-user-groups v', 'access-groups list-user-groups v'),
-    ('access-groups add-workflow WF ID', 'access-groups add-workflow 1 2'),
-    ('access-groups list-workflow-groups WF', 'access-groups list-workflow-groups 1'),
-    ('access-groups remove-workflow WF ID', 'access-groups remove-workflow 1 2'),
-    ('access-groups remove-user ID v', 'access-groups remove-user 2 v'),
-    ('access-groups delete ID', 'access-groups delete 2'),
-    ('delete WF WF2 99999999', 'delete 1 2'),
-)
+# What was recorded of Torc 1.0, and is said after a run of SAMPLE as workflow 1: WF is 1 then, ID and J are what is given here, and
+# SPEC is w.yaml; what is said otherwise stands behind an arrow.
+RECORDED = """
+    status WF | workflows get WF | workflows list | workflows list --all-users | workflows is-complete WF (done)
+    workflows sync-status WF --dry-run | workflows execution-plan WF | workflows execution-plan SPEC | workflows list-actions WF
+    workflows update-action WF2 ID=2 --num-allocations 2 | workflows delete-action WF2 ID=2 --no-prompts | jobs list WF
+    jobs list WF --include-relationships | jobs list WF -x command (csv) | jobs get J=4 | jobs running WF (before)
+    jobs list-resource-requirements WF | files list WF | files get ID=1 | files list-required-existing WF | user-data list WF
+    user-data get ID=1 | user-data list-missing WF | resource-requirements list WF | resource-requirements get ID=1
+    failure-handlers list WF | failure-handlers get ID=1 | results list WF | results list WF --failed | results get ID=3
+    compute-nodes list WF | compute-nodes get ID=1 | hpc show kestrel
+    results list WF --include-logs -o DIR -> results list 1 --include-logs | workflows check-resources WF
+    workflows check-resources WF --all --include-failed | workflows correct-resources WF --dry-run | recover WF --dry-run
+    recover WF --dry-run --retry-unknown | events list WF | job-dependencies job-job WF | job-dependencies job-file WF
+    job-dependencies job-user-data WF | create SPEC --dry-run | files create WF -n f9 -p p9
+    user-data create WF -n u9 -d JSON -> user-data create 1 -n u9 -d '{"b": 2}' | user-data update ID=2 -n u10 | user-data delete ID=2
+    resource-requirements create WF -n rr9 --num-cpus 2 | resource-requirements update ID=3 --memory 2g
+    resource-requirements delete ID=3 | jobs create WF -n extra -c true | jobs update J=6 --priority 3 | jobs reset-status J=4 --dry-run
+    events create WF -d JSON -> events create 1 -d '{"category": "x", "n": 1}' | events get-latest-event WF
+    workflows reinit WF --dry-run | jobs reset-status --return-code 3 --workflow-id WF --no-prompts --reinit | jobs delete J=6
+    workflows reinit WF | workflows reset-status WF --failed-only --no-prompts | workflows reset-status WF -r --no-prompts
+    workflows init WF --dry-run | workflows init WF | workflows init WF --async | workflows reinit WF --async | tasks wait ID=1
+    workflows update WF -d d | workflows archive true WF | workflows archive false WF | cancel WF | user-data delete-all WF2 --no-prompts
+    jobs delete-all WF2 --no-prompts | create SPEC | workflows new -n fresh
+    admin sql SELECT -> admin sql 'SELECT id, name FROM workflow'
+    admin sql --write --yes -> admin sql --write --yes "UPDATE workflow SET description = 'z' WHERE id = 1" | admin list-audit-log
+    admin api-stats --window 120 | access-groups create g1 -> access-groups create g1 -d x | access-groups list | access-groups get ID=2
+    access-groups add-user ID=2 v | access-groups list-members ID=2 | access-groups list-user-groups v
+    access-groups add-workflow WF ID=2 | access-groups list-workflow-groups WF | access-groups remove-workflow WF ID=2
+    access-groups remove-user ID=2 v | access-groups delete ID=2 | delete WF WF2 99999999 -> delete 1 2
+    """
+
+
+def recorded_lines() -> Iterator[Tuple[str, str]]:
+    """Recorded command, and ours, in their order."""
+    for item in re.split(r' \| |\n', textwrap.dedent(RECORDED).strip()):
+        name, _, line = item.partition(' -> ')
+        line = line or re.sub(r' \(\w+\)', '', re.sub(r'\bWF2?\b', '1', name).replace('SPEC', 'w.yaml'))
+        yield re.sub(r'\b(ID|J)=\d+', r'\1', name), re.sub(r'\b(?:ID|J)=', '', line)
 
 
 def missing_keys(recorded: Any, ours: Any, place: str = '') -> List[str]:
@@ -16737,7 +16681,7 @@ class RecordedJsonTest(CommandTest):
         recorded = {row['command']: row for row in read_shared('torc/cli_json.json')}
         self.world.write('w.yaml', SAMPLE)
         self.assertExit(1, self.world.main('run', 'w.yaml'))
-        for name, line in RECORDED:
+        for name, line in recorded_lines():
             with self.subTest(line):
                 if str(recorded[name].get('csv', 'exit 1')).split(' ')[0] not in ('exit', 'no'):
                     outcome = self.assertExit(0, self.world.main('-f', 'csv', *shlex.split(line)))
@@ -16823,13 +16767,8 @@ class ObjectTest(CommandTest):
             ID,Name,Status,Priority,Elapsed,Code,Reason
             2,work,...
             3,gen,...
-            $ -f csv jobs list 1 --sort-by id --reverse-sort --limit 2
-            ...
-            5,tail,...
-            4,bad,...
-            $ -f csv jobs list 1 --upstream-job-id 1
-            ...
-            4,bad,...
+            $ -f csv jobs list 1 --sort-by id --reverse-sort --limit 2 -> 0: 5,tail,...4,bad,
+            $ -f csv jobs list 1 --upstream-job-id 1 -> 0: 4,bad,
             $ jobs list 1 -s failed -> 0: No jobs found
             $ jobs list 1 -x comand -> 2: torc: -x comand: there is no such column, did you mean 'command'?; there are: id, name, status, code, priority, 
             $ -f csv jobs list-failure-handlers 1
@@ -16850,17 +16789,10 @@ class ObjectTest(CommandTest):
             $ jobs create 1 -n prep -c x -> 4: workflow 1 has a job 'prep' already
             $ jobs create-from-file 1 empty.txt -> 2: holds no command
             $ jobs create-from-file 1 commands.txt --memory-per-job 2g -> 0: Successfully created 2 jobs from file
-            $ -f csv jobs list 1 --offset 5
-            ...
-            6,job6,...,echo 1,...
-            7,job7,...,echo 2,...
+            $ -f csv jobs list 1 --offset 5 -> 0: 6,job6,...,echo 1,...7,job7,...,echo 2,
             $ jobs delete 6 --no-prompts -> 0: Deleted job 6
             $ jobs create-from-file 1 commands.txt -> 0: 2 jobs
-            $ -f csv jobs list 1 --offset 5
-            ...
-            7,job7,...
-            8,job8,...
-            9,job9,...
+            $ -f csv jobs list 1 --offset 5 -> 0: 7,job7,...8,job8,...9,job9,
             $ jobs delete 1 2 99 -> 4: job 99 not found
             $ workflows init 1 --no-prompts -> 0: is initialized
             ''')
@@ -17076,8 +17008,7 @@ class ReasonTest(CommandTest):
             start_time: ...20...-...-... ...:...:... ...
             return_code: ...137
             $ -f json jobs get 3 -> 0: "reason": "killed by SIGKILL"..."return_code": 137
-            $ results list 1 --failed -> 0: declared output files are missing: out.txt
-            $ results list 1 --failed -> 0: attempt 2
+            $ results list 1 --failed -> 0: declared output files are missing: out.txt...attempt 2
             $ -f csv results list 1 -j 4 --all-runs
             ...
             ...,attempt 1
@@ -17117,9 +17048,7 @@ class ReasonTest(CommandTest):
             torc: job killed failed: killed by SIGKILL
             $ logs 1 good later -> 4: torc: job later (canceled) has left no output: never ran: its prerequisite after was canceled, because missing failed: 
             $ logs 1 good -o nowhere -> 4: nowhere; name the directory
-            $ logs 1 -o nowhere
-            ...
-            torc: 5 of 5 jobs have left no output in .../nowhere; name the directory...
+            $ logs 1 -o nowhere -> 0: torc: 5 of 5 jobs have left no output in .../nowhere; name the directory
             $ logs 1 --run-id 9 -> 0: torc: nothing in workflow 1 is what the options ask for
             $ logs 1 good -f json -> 4: write `torc.py -f json logs`
             $ -f json logs 1 -f -> 2: --follow has no JSON form
@@ -17282,16 +17211,9 @@ class WorkflowTest(CommandTest):
         workflow = self.json('workflows get 2')
         self.play('''
             $ workflows archive true 1 -> 0: Archived workflow 1
-            $ -f csv workflows list
-            ...
-            2,sample,...
-            $ -f csv workflows list --include-archived
-            ...
-            1,sample,...
-            2,sample,...
-            $ -f csv workflows list --archived-only
-            ...
-            1,sample,...
+            $ -f csv workflows list -> 0: 2,sample,
+            $ -f csv workflows list --include-archived -> 0: 1,sample,...2,sample,
+            $ -f csv workflows list --archived-only -> 0: 1,sample,
             $ -f json workflows archive false 1 9 -> 4: "partial_success"
             $ workflows update-action 1 2 --num-allocations 4 --start-one-worker-per-node yes --json '{"num_allocations": 9, "max_parallel_jobs": 3}' -> 0: Updated action 2
             $ workflows update-action 1 2 -> 2: torc: nothing to change: give one of --scheduler-id
@@ -19064,8 +18986,10 @@ class SyncStatusTest(CommandTest):
     """`workflows sync-status`, on a scripted Slurm."""
     SPEC = """
         name: w
+        resource_requirements: [{name: s, memory: 1g, runtime: PT1H}]
         slurm_schedulers: [{name: cpu, account: a, walltime: "01:00:00"}]
-        jobs: [{name: first, command: "true"}, {name: second, command: "true"}, {name: last, command: "true", depends_on: [first]}]
+        jobs: [{name: first, command: "true", resource_requirements: s}, {name: second, command: "true", resource_requirements: s},
+               {name: last, command: "true", resource_requirements: s, depends_on: [first]}]
     """
 
     def setUp(self) -> None:
@@ -19614,15 +19538,7 @@ class RecoverOrphansTest(RecoverCase):
 
     def setUp(self) -> None:
         super().setUp()
-        self.make("""
-            name: w
-            resource_requirements: [{name: s, memory: 1g, runtime: PT1H}]
-            slurm_schedulers: [{name: cpu, account: a, walltime: "01:00:00"}]
-            jobs:
-              - {name: first, command: "true", resource_requirements: s}
-              - {name: second, command: "true", resource_requirements: s}
-              - {name: last, command: "true", depends_on: [first], resource_requirements: s}
-            """)
+        self.make(SyncStatusTest.SPEC)
         self.text('workflows init 1 --no-prompts')
         self.allocate(71, 'active')
         self.begin(71)
