@@ -11236,7 +11236,6 @@ def freeze(case: WorldTest, pid: int) -> Callable[[], None]:
     patch = unittest.mock.patch.object(torc, 'send_signal', lambda pids, number: send([one for one in pids if one != pid], number))
     patch.start()
     case.addCleanup(unittest.mock.patch.stopall)
-
     def thaw() -> None:
         patch.stop()
         os.kill(pid, signal.SIGKILL)
@@ -11382,8 +11381,7 @@ class LauncherTest(WorldTest):
                 need('root', kind != 'a fork bomb' or os.getuid() == 0, 'becomes another user')
                 job = self.start(f'cd "$HERE"; {command} sleep 0.3'.replace('NASTY', self.world.mark), f'{number}-1')
                 self.end_of(job)
-                self.assertEqual({}, living(self.world.mark))
-                self.assertEqual([], torc.read_children(os.getpid()))
+                self.assertEqual(({}, []), (living(self.world.mark), torc.read_children(os.getpid())))
 
     def test_what_hides_its_origin_ends_with_the_last_job_that_ran_when_it_appeared(self):
         hidden = '(env -i setsid /bin/sh -c "echo \\$\\$ > {0}; exec /bin/sleep 1000" &) ; until test -s {0}; do sleep 0.01; done; '
@@ -11485,7 +11483,6 @@ class KeeperTest(WorldTest):
                                  stdin=slave, stdout=slave, stderr=slave, env=dict(self.world.environment, PS1='> '))
         os.close(slave)
         said = bytearray()
-
         def await_state(words: bytes, condition: Callable[[], Any], what: str) -> Any:
             """Wait until the shell has said something, and for a condition."""
             def look() -> Any:
@@ -11494,7 +11491,6 @@ class KeeperTest(WorldTest):
                         said.extend(os.read(master, 4096))
                 return words in said and condition()
             return self.world.wait(look, 20, what, state=lambda: said)
-
         def states() -> Set[bytes]:
             return {torc.read_proc_stat(pid)[0] for pid in (keeper, runner_of(keeper))}
         try:
@@ -11814,8 +11810,7 @@ class HpcConfigTest(WorldTest):
 
     def test_how_runners_work_may_be_configured_and_the_command_line_wins(self):
         config = self.read(self.CONFIG)
-        self.assertEqual((True, False, 7), config[-3:])
-        self.assertEqual((False, True, 120), torc.HpcConfig()[-3:])
+        self.assertEqual(((True, False, 7), (False, True, 120)), (config[-3:], torc.HpcConfig()[-3:]))
         for given, interval_s, wanted in ((False, None, (False, 7)), (True, 2.0, (False, 2.0))):
             self.assertEqual(wanted, tuple(torc.offline_options({'no_offline_drain': given, 'drain_ping_interval_secs': interval_s}, config).values()))
         text = '{client: {api_url: x, offline: {enabled: true}, hpc: {default_account: a}}, server: {port: 1, tls: {}}}'
@@ -12302,7 +12297,6 @@ class SubmissionReplyTest(unittest.TestCase):
     def test_which_job_names_which_record(self):
         jobs = torc.parse_own_jobs('1|PENDING|wf7_a12|torc:other:7:12\n2|RUNNING|wf7_a12|\nwelcome\n3|PENDING|torc-wf7-sched3-abc|\n'
                                    '4|RUNNING|x|torc:abc:7:13\n')
-
         def find(number: int, is_chain: bool = False) -> Optional[int]:
             item = torc.Submission(number, {'id': 7}, {'id': 3, 'serialize_allocations': is_chain}, {}, allocation_needs(), 'abc')
             found = torc.find_submitted(jobs, item)
@@ -12860,7 +12854,6 @@ class RunnerCase(WorldTest):
     def at(self, moment: Callable[[], Any], act: Callable[[], Any]) -> None:
         """Do something once, before the first request for which a moment has come."""
         acted = []      # type: List[int]
-
         def look(number: int) -> None:
             if not acted and moment():
                 acted.append(number)
@@ -12969,8 +12962,7 @@ class RunnerRulesTest(unittest.TestCase):
     def test_the_first_rule_that_names_the_code_wins_then_the_first_for_all(self):
         rules = [{'match_all_exit_codes': True, 'max_retries': 1}, {'exit_codes': [3], 'max_retries': 2},
                  {'exit_codes': [3], 'max_retries': 9}]
-        self.assertEqual(2, torc.find_rule(rules, 3)['max_retries'])
-        self.assertEqual(1, torc.find_rule(rules, 4)['max_retries'])
+        self.assertEqual((2, 1), (torc.find_rule(rules, 3)['max_retries'], torc.find_rule(rules, 4)['max_retries']))
         self.assertIsNone(torc.find_rule(rules[1:], 4))
 
     CONFIGURATIONS = '''
@@ -13416,7 +13408,6 @@ class MonitorRunTest(RunnerCase):
         needs = [{'name': f'r{size}', 'num_cpus': 1, 'memory': f'{size}m', 'runtime': 'PT1M'} for size in (60, 70)]
         self.create({'command': self.grow(100, 3), 'resource_requirements': 'r60'},
                     {'command': self.grow(100), 'resource_requirements': 'r70'}, resource_requirements=needs)
-
         def check(root: str, pids: List[int], limit_bytes: int) -> Any:
             return limit_bytes == 60 << 20 and go.wait() or real(root, pids, limit_bytes)
         with unittest.mock.patch('torc.check_tree', check):
@@ -14444,7 +14435,6 @@ class InAllocationTest(RunnerCase):
                 self.allocate(5)
                 state = {'late': f'state=RUNNING; {late}', 'fails': 'exit 1; '}.get(row['sacct'], f"state='{row['sacct']}'; ")
                 self.fakes.write('sacct', f'{state}echo "5|$state"')
-
                 self.interrupt_when('begun', 'good', by=(signal.SIGTERM,) * (row['signal'] == 'yes'), also=lambda: self.tell(
                     time.time() + 500, state=row['state'], restarts=int(row['restarts'])) or True)
                 self.run_it()
@@ -14665,7 +14655,6 @@ class RunnerTest(RunnerCase):
 
     def test_lost_answers_change_nothing(self):
         self.create(*['echo $TORC_JOB_ID >> ran'] * 20)
-
         def lose(number: int) -> None:
             if number % 2:
                 raise torc.Unreachable('lost')
@@ -14678,7 +14667,6 @@ class RunnerTest(RunnerCase):
 
     def test_a_runner_registers_as_soon_as_the_server_answers_and_waits_as_long_as_it_may(self):
         real, ops = self.client.call, []    # type: Any, List[str]
-
         def call(op: str, *arguments: Any, **params: Any) -> Any:
             ops.append(op)
             if op == 'create_compute_node' and ops.count(op) <= times:
@@ -14707,19 +14695,16 @@ class RunnerTest(RunnerCase):
 
     def test_a_runner_that_was_given_up_registers_anew_and_goes_on_with_its_children(self):
         self.create(self.WAITING.format(1), self.WAITING.format(2) + '; exit 3', {'command': 'true', 'depends_on': ['j1']})
-
         def lose() -> None:
             self.give_up()
             self.assertEqual({'j1': 'failed', 'j2': 'failed', 'j3': 'canceled'}, self.statuses())
             self.world.write('go2', '')         # it ends before the server hears of it again
-
         self.at(lambda: list(self.statuses().values())[:2] == ['running'] * 2, lose)
         self.at(lambda: self.results() == [(2, 1, 3, 'failed')], lambda: self.world.write('go1', ''))
         outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
         self.assertEqual((2, 1, 'complete'), (outcome.completed, outcome.failed, outcome.reason))
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed'), (3, 1, 0, 'completed')], self.results())
-        self.assertEqual(('1\n', '1\n'), (self.world.read('ran1'), self.world.read('ran2')))
-        self.assertEqual([False, False], self.nodes())
+        self.assertEqual(('1\n', '1\n', [False, False]), (self.world.read('ran1'), self.world.read('ran2'), self.nodes()))
         self.assertRegex(', '.join(text for text in self.progress.messages if 'released' in text),
                          r'\Athe server had released compute node 1, whose lease was over; '
                          r'this runner continues as compute node 2, with [12] running jobs\Z')
@@ -14735,7 +14720,6 @@ class RunnerTest(RunnerCase):
     def test_a_sleeper_asks_before_it_starts_what_it_had_claimed(self):
         self.create(*['echo $TORC_ATTEMPT_ID >> ran'] * 6)
         asleep = []     # type: List[int]
-
         def fall_asleep(number: int) -> None:
             claimed = [job['name'] for job in self.client.rows('list_jobs', workflow_id=1, status='pending')]
             if claimed and not asleep:      # their start is what would come next
@@ -14750,7 +14734,6 @@ class RunnerTest(RunnerCase):
 
     def test_a_sleeper_stops_what_others_have_begun_again_before_anything_else(self):
         self.create(self.WAITING.format(1) + '; echo over >> over', self.WAITING.format(2))
-
         def sleep_and_lose() -> None:
             self.world.write('go2', '')
             self.give_up()
@@ -14758,7 +14741,6 @@ class RunnerTest(RunnerCase):
             self.add_node()
             job, = self.client.call('claim_next_jobs', workflow_id=1, limit=5)['jobs']
             self.client.call('start_job', job_id=job['id'], run_id=1, compute_node_id=2)
-
         def complete() -> None:
             result = dict(completion_of(1, 1, 2), attempt_id=2)
             self.client.call('complete_job', result, job_id=1, status='completed', run_id=1)
@@ -14775,7 +14757,6 @@ class RunnerTest(RunnerCase):
         self.create('true', actions=[{'trigger_type': 'on_workflow_start', 'action_type': 'run_commands',
                                       'commands': [self.WAITING.format(1) + '; echo over >> over', 'echo over >> over']}])
         self.add_node()
-
         def sleep_and_lose() -> None:
             self.give_up(2)
             self.client.call('claim_action', {'compute_node_id': 1}, id=1, action_id=1)
@@ -14799,7 +14780,6 @@ class RunnerTest(RunnerCase):
                 self.setUp()
                 self.create(f'until test -e begun; do sleep 0.02; done; {fault}', 'touch begun; until test -e go; do sleep 0.02; done; echo still',
                             *[{'command': 'touch ran; echo 5', 'depends_on': ['j1']}] * 5)
-
                 def mend() -> None:
                     self.assertFalse(os.path.exists(self.world.path('ran')))
                     subprocess.check_call(['sh', '-c', f'{cure}; touch go'], cwd=self.world.directory)
@@ -14828,7 +14808,6 @@ class RunnerTest(RunnerCase):
                 self.setUp()
                 self.create('true', {'command': 'true', 'depends_on': ['j1']})
                 real, failures = getattr(owner, name), [error]
-
                 def fail_once(*arguments: Any, **more: Any) -> Any:
                     if failures and self.results():
                         raise failures.pop()
@@ -14841,12 +14820,10 @@ class RunnerTest(RunnerCase):
     def test_a_job_that_sigkill_does_not_end_keeps_its_slot_and_nothing_more_is_started(self):
         self.create('echo $$ > pid; exec sleep 1000', {'command': 'until test -e go; do sleep 0.02; done', 'priority': 1}, 'touch ran')
         real, made, thaw = torc.Launcher, [], []    # type: Any, List[Any], List[Any]
-
         def kill() -> None:
             pid = int(self.world.read('pid'))
             thaw.append(freeze(self, pid))
             made[0].kill([made[0].running[pid]])
-
         def wake() -> None:
             self.assertFalse(os.path.exists(self.world.path('ran')))
             thaw[0]()
@@ -14986,7 +14963,6 @@ class OfflineDrainTest(RunnerCase):
     def test_what_ends_as_a_stopped_runner_finds_its_server_gone_is_on_disk_at_once(self):
         self.create(self.UNTIL.format(1))       # SIGKILL may come before the window is over
         self.is_away, seen = (lambda: self.has('ran1') and not self.has('back')), []    # type: Any, List[Any]
-
         def asked() -> None:
             if not self.has('stopped'):
                 self.world.write('stopped', '')
@@ -14996,8 +14972,7 @@ class OfflineDrainTest(RunnerCase):
                 self.world.write('back', '')
         self.asked = asked
         self.assertEqual(signal.SIGTERM, self.run_it().interrupted_by)
-        self.assertEqual([({1: ('terminated', 143)}, False)], seen)
-        self.assertEqual([(1, 1, 143, 'terminated')], self.results())
+        self.assertEqual(([({1: ('terminated', 143)}, False)], [(1, 1, 143, 'terminated')]), (seen, self.results()))
 
     def test_what_waits_for_its_recovery_script_is_not_begun_anew_by_whoever_reads_its_journal_and_its_veto_counts(self):
         script = 'touch recovering; until test -e recovered; do sleep 0.01; done; exit 1'
@@ -15005,17 +14980,14 @@ class OfflineDrainTest(RunnerCase):
                     failure_handlers=[{'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': script}]}], **self.NO_WINDOW)
         self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
         said = []       # type: List[Any]
-
         def replay() -> None:
             answer = self.real_call('replay_completions', {'run_id': 1, 'completions': list(self.entries().values())}, workflow_id=1)
             said.append(([row['message'] for row in answer['rejected']], answer['accepted']))
-
         def asked() -> None:
             self.go(1)
             if 1 in self.ends() and not said:
                 replay()
                 self.world.write('back', '')
-
         def after(number: int) -> None:
             if self.has('recovering') and len(said) == 1:
                 replay()
@@ -15058,7 +15030,6 @@ class OfflineDrainTest(RunnerCase):
                 self.world.write('out/offline_journal', 'in the way')
                 self.create(self.UNTIL.format(1), **self.NO_WINDOW)
                 self.is_away, tries = (lambda: self.has('ran1') and not self.has('back')), []   # type: Any, List[bool]
-
                 def asked() -> None:
                     self.go(1)
                     tries.append(any('in memory only' in message for message in self.progress.messages))
@@ -15067,8 +15038,7 @@ class OfflineDrainTest(RunnerCase):
                          'the disk': lambda: os.unlink(self.world.path('out/offline_journal'))}[cure]()
                 self.asked = asked
                 if cure == 'the server':
-                    self.assertEqual(1, self.run_it(ping_interval_s=0.2).completed)
-                    self.assertEqual([(1, 1, 0, 'completed')], self.results())
+                    self.assertEqual((1, [(1, 1, 0, 'completed')]), (self.run_it(ping_interval_s=0.2).completed, self.results()))
                 else:
                     said = self.run_offline().message.partition('\n')[2]
                     lost = 'these ends could not be reported, nor kept on disk: j1'
@@ -15078,7 +15048,6 @@ class OfflineDrainTest(RunnerCase):
         self.create(*map(self.UNTIL.format, (1, 2)), **self.NO_WINDOW)
         self.is_away = lambda: self.has('ran1', 'ran2') and self.has('back') == self.has('again')
         self.asked = lambda: self.world.write('back', '') if 1 in self.ends() else self.go(1)
-
         def after(number: int) -> None:
             if self.has('back') and self.results() and not self.has('again'):
                 self.world.write('again', '')
@@ -15162,8 +15131,7 @@ class LeavingTest(RunnerCase):
                     execution_config={'mode': 'direct', 'sigterm_lead_seconds': 25})
         self.client.before = lambda number: os.path.exists(self.world.path('ready')) and self.client.call('cancel_workflow', workflow_id=1)
         outcome = self.run_it(poll_interval_s=0.05)
-        self.assertEqual((1, True, 'cancel'), (outcome.canceled, outcome.is_canceled, outcome.reason))
-        self.assertEqual('saved\n', self.stdio())
+        self.assertEqual((1, True, 'cancel', 'saved\n'), (outcome.canceled, outcome.is_canceled, outcome.reason, self.stdio()))
 
     def test_an_action_begins_no_further_command_once_the_runner_is_stopped(self):
         actions = {'on_workflow_start': ['trap "exit 0" TERM; echo > a; while :; do sleep 0.02; done', 'echo > b'], 'on_worker_complete': ['echo > c', 'echo > d']}
@@ -15198,7 +15166,6 @@ class LeavingTest(RunnerCase):
                 self.setUp()
                 self.create("trap 'sleep 0.3; exit 0' TERM; echo > ready; while :; do sleep 0.02; done",
                             execution_config={'mode': 'direct', 'sigterm_lead_seconds': 600})
-
                 self.interrupt_when('ready', by=(first, second))
                 self.assertEqual(first, self.run_it(poll_interval_s=0.05).interrupted_by)
                 self.assertEqual([(1, 1, code, 'terminated' if code else 'completed')], self.results())
@@ -15218,8 +15185,7 @@ class LeavingTest(RunnerCase):
                          [data['message'] for data in events if data.get('event_type') == 'job_terminated'])
         self.world.write('again', '')
         self.client.after, self.progress = lambda number: None, Watcher()
-        self.assertEqual(1, self.run_it().failed)
-        self.assertEqual('1\n2\n3\n', self.world.read('ran'))
+        self.assertEqual((1, '1\n2\n3\n'), (self.run_it().failed, self.world.read('ran')))
         self.assertEqual((3, 1), (self.progress.first['total'], self.progress.first['done']))
         self.assertEqual({'total': 3, 'done': 3, 'running': 0, 'failed': 1, 'canceled': 1, 'unfinished': 0, 'completed': 1}, self.progress.counts)
 
@@ -15231,14 +15197,12 @@ class LeavingTest(RunnerCase):
         self.interrupt_when('ready')    # the job is over; of it only what it has left behind lives
         outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
         self.assertEqual((signal.SIGINT, 1), (outcome.interrupted_by, outcome.failed))
-        self.assertEqual([(1, 1, 3, 'failed')], self.results())
-        self.assertEqual({'j1': 'failed', 'j2': 'canceled'}, self.statuses())
+        self.assertEqual(([(1, 1, 3, 'failed')], {'j1': 'failed', 'j2': 'canceled'}), (self.results(), self.statuses()))
 
     def test_a_job_that_dies_with_its_runners_signal_was_interrupted_and_else_it_has_failed(self):
         for has_signal in (True, False):
             self.setUp()
             self.create('echo $$ > ready; while :; do sleep 0.01; done', {'command': 'true', 'depends_on': ['j1']})
-
             def kill_group(count: int) -> None:     # as slurmd does: jobs first
                 pid = self.world.read('ready').strip()
                 if pid and not sent:
@@ -16007,7 +15971,6 @@ class RemoteTest(RemoteCase):
         for name in ('job_stdio/job_wf2_j1_r1_a1.o', 'job_stdio/job_wf10_j1_r1_a1.o', 'job_stdio/secret', 'job_stdio/job_wf1_j7_r1_a1.o\n',
                      'offline_journal/offline_results_wf1_r1_w1.db'):
             open(f'{out}/{name}', 'w').close()
-
         def fetched(*words: Any) -> Dict[str, Any]:
             self.assertExit(0, self.remote('collect-logs', 1, *words), 'w1  8 files in remote_logs/w1' + ', 1 deleted there' * ('--delete' in words))
             return {name: os.stat(f'{here}/job_stdio/{name}') for name in os.listdir(f'{here}/job_stdio')}
@@ -16841,7 +16804,6 @@ class MonitorTest(CommandTest):
     def start_monitor(self, *words: Any) -> Background:
         """A monitor that has been let in: it has shown something."""
         monitor = self.world.start('events', 'monitor', 1, *words)
-
         def is_in() -> bool:
             self.assertExit(0, self.world.main('workflows', 'archive', 'false', 1))
             return bool(monitor.lines())
@@ -17086,7 +17048,6 @@ class ReasonTest(CommandTest):
 
     def test_a_server_without_explanations_will_do(self):
         original = torc.Client.call
-
         def call(client: Any, op: str, *values: Any, **params: Any) -> Any:
             if op in ('explain_job', 'explain_workflow', 'list_workflow_statuses', 'get_database'):
                 raise torc.NotFound(op + ' not found')
@@ -17646,7 +17607,6 @@ class RunTest(CommandTest):
 
     def test_a_run_is_reported_although_the_server_has_gone_before_its_plots(self):
         run_workflow = torc.run_workflow
-
         def run(client: torc.Client, *args: Any) -> torc.RunOutcome:
             outcome = run_workflow(client, *args)
             client.call = unittest.mock.Mock(side_effect=torc.Unreachable('no answer'))
@@ -17658,8 +17618,7 @@ class RunTest(CommandTest):
     def test_exec_prints_output_in_order_retries_and_goes_on_after_an_edit(self):
         done = self.assertExit(0, self.world.main('exec', '-c', 'while [ {i} = 1 ] && [ ! -e 2 ]; do sleep 0.02; done; touch {i}; echo out {i}; echo err {i} >&2',
                                                  '--param', 'i=1:2', '-k', '-j', 2))
-        self.assertEqual('out 1\nout 2\n', done.out)
-        self.assertEqual(['err 1', 'err 2'], re.findall('^err .', done.err, re.MULTILINE))
+        self.assertEqual(('out 1\nout 2\n', ['err 1', 'err 2']), (done.out, re.findall('^err .', done.err, re.MULTILINE)))
         self.assertEqual(['while_1', 'while_2'], [job['name'] for job in self.json('jobs list 1')['items']])
         edited = [self.assertExit(0, self.world.main('exec', '-n', 'edited', '-k', '--resume', '--param', f'i={values}', '-c', command)).out
                   for values, command in (('1:2', 'echo a{i}'), ('1:3', 'echo b{i}'))]      # the same names, other commands
@@ -18036,8 +17995,7 @@ class SubmitTest(SubmitCase):
         self.assertEqual([], glob.glob(glob.escape(output) + '/*.sh'))
         again = self.assertExit(1, self.world.main('submit', 1))
         self.assertEqual('Submitted no allocation of workflow 1: none of its actions is due\n', again.err)
-        self.assertEqual(2, len(self.fakes.calls('sbatch')))
-        self.assertEqual([], self.fakes.calls('squeue'))
+        self.assertEqual((2, []), (len(self.fakes.calls('sbatch')), self.fakes.calls('squeue')))
 
     def test_where_a_part_runs_again_allocations_are_planned_for_it(self):
         env = {'NREL_CLUSTER': 'kestrel'}
@@ -18168,8 +18126,7 @@ class SubmitTest(SubmitCase):
         self.assertEqual({'canceled_slurm_jobs': [100, 101], 'errors': None, 'status': 'success', 'workflow_id': 1}, self.json('cancel 1'))
         self.assertEqual(['100', '101'], self.fakes.calls('scancel')[-1].argv)
         self.assertEqual(['canceled', 'canceled'], [status for _, status in self.records()])
-        self.assertEqual([], self.json('cancel 1')['canceled_slurm_jobs'])
-        self.assertEqual(2, len(self.fakes.calls('scancel')))
+        self.assertEqual(([], 2), (self.json('cancel 1')['canceled_slurm_jobs'], len(self.fakes.calls('scancel'))))
 
     def test_a_copied_directory_cancels_no_allocation_of_the_original_and_a_moved_one_its_own(self):
         self.assertExit(0, self.world.main('submit', 'w.yaml'))
@@ -18429,7 +18386,6 @@ class SlurmRegenerateTest(SubmittedCase):
         done = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'schedule-nodes', 1, '-m', 1, '-p', 1))
         self.assertEqual(3, len(done.json()['slurm_job_ids']))
         most = 0
-
         def has_ended() -> bool:
             nonlocal most
             live = self.live_allocations()
@@ -19240,7 +19196,6 @@ class RecoverTest(RecoverCase):
     def test_what_a_watch_has_read_its_recover_does_not_read_again(self):
         self.journaled()
         full, real, copied = OSError(errno.ENOSPC, 'No space left on device'), torc.read_copy, []   # type: Any, Any, List[str]
-
         def copy(path: str) -> Any:
             copied.append(path)
             if len(copied) > 1:
@@ -20134,10 +20089,8 @@ class PasswordServeTest(CommandTest):
         self.world.serve('--auth-file', 'users', '--enforce-access-control', '--admin-user', 'bob', '--credential-cache-ttl-secs', 0)
         job = "touch ran{0}; until test -e go{0}; do sleep 0.02; done"
         reload = '--reload-auth', '--url', self.world.url, '--server-password', 'word of bob'
-
         def let_in(word: str) -> None:
             self.assertExit(0, self.world.cli('htpasswd', 'add', '-f', 'users', '-p', word, '-c', 4, 'ann', *reload, env={'TORC_USERNAME': 'bob'}))
-
         def join(*groups: str) -> None:
             self.assertExit(0, self.as_user('bob', 'access-groups', *groups))
         changes = (
@@ -20394,7 +20347,6 @@ class BorderTest(WorldTest):
     def test_an_interrupt_is_exit_130(self):
         def interrupt(text: str) -> None:
             raise KeyboardInterrupt
-
         out = types.SimpleNamespace(write=interrupt, flush=lambda: None, isatty=lambda: False, encoding='utf-8')
         self.assertEqual((130, '', 'Interrupted\n'), self.main('help', out=out))
 
@@ -21035,7 +20987,6 @@ def stored_shape(client: Any, workflow_id: int) -> Dict[str, Any]:
     """A workflow as the list operations tell it, in the shape of the recorded ones: names in place of ids, nothing that says nothing."""
     def items(op: str, **params: Any) -> List[Dict[str, Any]]:
         return list(client.pages(op, **dict({'workflow_id': workflow_id}, **params)))
-
     kinds = {'files': 'list_files', 'user_data': 'list_user_data', 'resource_requirements': 'list_resource_requirements',
              'slurm_schedulers': 'list_slurm_schedulers'}
     found = {kind: items(op) for kind, op in kinds.items()}
@@ -21422,7 +21373,6 @@ class OutputTest(FlowTest):
             os.mkdir(os.path.join(group, name))
             os.chown(os.path.join(group, name), OTHER_UID + 2, 47012)      # of a third one of the group
             os.chmod(os.path.join(group, name), 0o2775)
-
         def ask(uid: int, code: int, *words: Any, says: str = '') -> None:
             def work() -> int:
                 home = os.path.join(group, f'home of {uid}')
