@@ -21857,6 +21857,7 @@ class FaultTest(WorldTest):
         for way in self.WAYS:
             with self.subTest(way):
                 times = [self.leave_nothing(self.world, way, number) for number in range(size(1, 15))]
+                self.assertLess(max(times), 6)
                 self.tell(f'{way}: nothing lived after {max(times):.1f} s at most')
 
 
