@@ -3959,23 +3959,16 @@ class ApplySpecTest(ServiceTest):
     """A workflow follows its edited file: what changes, what runs again, and what stays."""
 
     SPEC = {
-        'name': 'study', 'env': {'A': '1', 'B': '2'},
-        'files': [{'name': name, 'path': name + '.csv'} for name in ('raw', 'mid', 'end')],
+        'name': 'study', 'env': {'A': '1', 'B': '2'}, 'files': [{'name': name, 'path': name + '.csv'} for name in ('raw', 'mid', 'end')],
         'user_data': [{'name': 'limits', 'data': {'low': 1, 'high': 2}}, {'name': 'made'}],
         'resource_requirements': [{'name': 'small', 'memory': '1g'}, {'name': 'big', 'num_cpus': 4}],
         'failure_handlers': [{'name': 'again', 'rules': [{'exit_codes': [3], 'max_retries': 2}]}],
         'jobs': [
-            {'name': 'prep', 'command': 'prep', 'input_files': ['raw'], 'output_files': ['mid'],
-             'resource_requirements': 'small'},
-            {'name': 'work_{i}', 'command': 'work {i}', 'input_files': ['mid'], 'parameters': {'i': '1:3'},
-             'failure_handler': 'again'},
-            {'name': 'collect', 'command': 'collect', 'depends_on_regexes': ['^work_'],
-             'output_files': ['end'], 'env': {'C': '3'}},
-            {'name': 'aside', 'command': 'aside', 'input_user_data': ['limits'],
-             'output_user_data': ['made']},
-        ],
-        'actions': [{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'commands': ['x'],
-                     'jobs': ['collect']}]}
+            {'name': 'prep', 'command': 'prep', 'input_files': ['raw'], 'output_files': ['mid'], 'resource_requirements': 'small'},
+            {'name': 'work_{i}', 'command': 'work {i}', 'input_files': ['mid'], 'parameters': {'i': '1:3'}, 'failure_handler': 'again'},
+            {'name': 'collect', 'command': 'collect', 'depends_on_regexes': ['^work_'], 'output_files': ['end'], 'env': {'C': '3'}},
+            {'name': 'aside', 'command': 'aside', 'input_user_data': ['limits'], 'output_user_data': ['made']}],
+        'actions': [{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'commands': ['x'], 'jobs': ['collect']}]}
     WORK = ['work_1', 'work_2', 'work_3']
     CHAIN = ['prep', *WORK, 'collect']
 
@@ -4226,13 +4219,10 @@ class ApplySpecTest(ServiceTest):
         files, made = [f'f{number}' for number in range(6)], [f'm{number}' for number in range(3)]
         written, jobs = ['given'], []
         for place, name in enumerate(names):
-            job = {'name': name, 'command': chance.choice('abc'), 'priority': maybe(1, 0),
-                   'env': maybe({'X': chance.choice('12')}, {}), 'depends_on': some(names[:place], 2),
-                   'input_files': some(written, 2), 'output_files': [],
-                   'input_user_data': some(['d0', 'd1'], 1),
-                   'output_user_data': [made.pop()] if made and maybe(True) else [],
-                   'resource_requirements': chance.choice(['default', 'r0', 'r1']),
-                   'supports_termination': maybe(True, False)}
+            job = {'name': name, 'command': chance.choice('abc'), 'priority': maybe(1, 0), 'env': maybe({'X': chance.choice('12')}, {}),
+                   'depends_on': some(names[:place], 2), 'input_files': some(written, 2), 'output_files': [],
+                   'input_user_data': some(['d0', 'd1'], 1), 'output_user_data': [made.pop()] if made and maybe(True) else [],
+                   'resource_requirements': chance.choice(['default', 'r0', 'r1']), 'supports_termination': maybe(True, False)}
             job.update(chance.choice([{}, {'scheduler': 's0'}, {'failure_handler': 'h0'}]))
             if len(written) < len(files) and chance.random() < 0.4:
                 job['output_files'] = [files[len(written)]]
@@ -4242,30 +4232,24 @@ class ApplySpecTest(ServiceTest):
         return {
             'name': 'w', 'env': maybe({'W': chance.choice('12')}, {}), 'jobs': jobs,
             'execution_config': {'sigkill_headroom_seconds': chance.randint(1, 2)},
-            'actions': [dict(commands, commands=[chance.choice('xy')], jobs=some(names, 3) or names[:1])
-                        for _ in range(chance.randint(0, 2))],
+            'actions': [dict(commands, commands=[chance.choice('xy')], jobs=some(names, 3) or names[:1]) for _ in range(chance.randint(0, 2))],
             'files': [{'name': name, 'path': name + maybe('.x', '')} for name in ['given', *files]],
-            'user_data': [{'name': name, 'data': maybe({'a': 2}, 1)} for name in ('d0', 'd1')]
-            + [{'name': f'm{number}'} for number in range(3)],
-            'resource_requirements': [{'name': name, 'num_cpus': chance.randint(1, 3)}
-                                      for name in ('r0', 'r1')]
-            + maybe([{'name': 'default', 'num_cpus': 2}], []),
+            'user_data': [{'name': name, 'data': maybe({'a': 2}, 1)} for name in ('d0', 'd1')] + [{'name': f'm{number}'} for number in range(3)],
+            'resource_requirements': [*({'name': name, 'num_cpus': chance.randint(1, 3)} for name in ('r0', 'r1')),
+                                      *maybe([{'name': 'default', 'num_cpus': 2}], [])],
             'slurm_schedulers': [{'name': 's0', 'account': chance.choice('ab')}],
             'failure_handlers': [{'name': 'h0', 'rules': [{'exit_codes': [chance.randint(1, 2)]}]}]}
 
     @staticmethod
     def outcome_fields(spec: Dict[str, Any]) -> Dict[str, Any]:
         """Job -> what it is given to run, and the jobs that it waits for."""
-        paths = {item['name']: item['path'] for item in spec['files']}
-        data = {item['name']: item.get('data') for item in spec['user_data']}
+        paths, data = {item['name']: item['path'] for item in spec['files']}, {item['name']: item.get('data') for item in spec['user_data']}
         makers = {file: job['name'] for job in spec['jobs'] for file in job['output_files']}
-
-        def given(job: Dict[str, Any]) -> List[Any]:
-            return [job['command'], {**spec['env'], **job['env']}, job['depends_on'],
-                    sorted(map(paths.get, job['input_files'])), sorted(map(paths.get, job['output_files'])),
-                    [(name, data[name]) for name in job['input_user_data']], job['output_user_data']]
-        return {job['name']: (given(job), {*job['depends_on'], *map(makers.get, job['input_files'])})
-                for job in spec['jobs']}
+        return {job['name']: (
+            [job['command'], {**spec['env'], **job['env']}, job['depends_on'],
+             sorted(map(paths.get, job['input_files'])), sorted(map(paths.get, job['output_files'])),
+             [(name, data[name]) for name in job['input_user_data']], job['output_user_data']],
+            {*job['depends_on'], *map(makers.get, job['input_files'])}) for job in spec['jobs']}
 
     def shape(self, workflow_id: int) -> Dict[str, Any]:
         """A workflow by names."""
@@ -6030,6 +6014,8 @@ class AdminSqlTest(ServiceTest):
         self.assertEqual({'id': 2, 'user_name': 'tester', 'timestamp': 1700000000000, 'is_write': True, 'allow_full_table': True,
                           'sql_text': 'UPDATE job SET supports_termination = 0', 'committed': True, 'success': True, 'rows_affected': 3},
                          log['items'][1])
+        self.service.allows_sql_writes = False      # nor is a dry one allowed
+        self.assertRaisesRegex(torc.Denied, 'SQL that writes is switched off', self.sql, 'DELETE FROM job WHERE 1', write=True, dry_run=True)
 
     def test_what_is_made_from_changed_rows_is_made_again(self):
         workflow_id = self.create('a:\nb: a\nc: b')
@@ -6042,20 +6028,6 @@ class AdminSqlTest(ServiceTest):
         for memory_gb, count in ((15.0, 0), (16.0, 1)):
             free = {'num_cpus': 4, 'memory_gb': memory_gb, 'num_gpus': 0, 'num_nodes': 1}
             self.assertEqual(count, len(self.call('claim_jobs_based_on_resources', free, id=workflow_id, limit=1)['jobs']))
-
-    def test_administrators_only_and_only_what_the_server_allows(self):
-        query, write = {'sql': 'SELECT 1'}, {'sql': 'DELETE FROM job WHERE 1', 'write': True}
-        for is_admin, allows, name, body, words in (
-                (False, True, 'admin_sql', query, 'administrators only'), (False, True, 'list_admin_audit_log', None, 'administrators only'),
-                (False, True, 'get_api_stats', None, 'administrators only'), (False, True, 'stream_api_events', None, 'administrators only'),
-                (True, True, 'admin_sql', write, 'SQL that writes is switched off on this server'),
-                (True, True, 'admin_sql', dict(write, dry_run=True), 'SQL that writes is switched off'),
-                (True, False, 'admin_sql', query, 'SQL is switched off on this server')):
-            self.is_admin, self.service.allows_sql, self.service.allows_sql_writes = is_admin, allows, False
-            with self.subTest(name, words=words), self.assertRaisesRegex(torc.Denied, words):
-                self.call(name, body)
-        self.service.allows_sql = True
-        self.assertEqual([{'1': 1}], self.sql('SELECT 1')['items'])
 
 
 # ======== 8j. Recovery rules ========
@@ -9234,25 +9206,7 @@ class CrowdTest(WorldTest):
     def setUp(self) -> None:
         super().setUp()
         need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
-        url = self.world.serve('--db', self.world.path('my.db'), '--no-auth')
-        self.port, self.pid = torc.parse_url(url).port, self.world.server.pid
-        self.stack = contextlib.ExitStack()
-        self.addCleanup(self.stack.close)
-
-    def connect(self) -> socket.socket:
-        """A client."""
-        return self.stack.enter_context(socket.create_connection(('127.0.0.1', self.port), 10))
-
-    def count(self, what: str) -> int:
-        """Threads or descriptors of the server."""
-        return len(os.listdir(f'/proc/{self.pid}/{what}'))
-
-    def together(self, count: int, act: Callable[[int], Any]) -> List[threading.Thread]:
-        """So many threads, which have begun to do something."""
-        threads = [threading.Thread(target=act, args=(number,)) for number in range(count)]
-        for thread in threads:
-            thread.start()
-        return threads
+        self.port = torc.parse_url(self.world.serve('--db', self.world.path('my.db'), '--no-auth')).port
 
     def test_six_hundred_runners_that_poll_are_served_beside_two_hundred_half_requests(self) -> None:
         def ask(client: Optional[socket.socket]) -> Tuple[Optional[socket.socket], bytes]:
@@ -9275,14 +9229,19 @@ class CrowdTest(WorldTest):
                 waits.append(time.monotonic() - asked_at if statuses(answer) == [200] else math.inf)
             if client is not None:
                 client.close()
-        for number in range(200):
-            self.connect().sendall(ServerTest.CREATE[:-5 if number % 2 else 20])
-        waits, began = [], time.monotonic()     # type: List[float], float
-        pollers = self.together(600, poll)
-        self.world.wait(lambda: len(waits) > 1800, 60, 'all to have asked three times')
-        threads, memory_kb = self.count('task'), resident_kb_of(self.pid)
-        for poller in pollers:
-            poller.join()
+        with contextlib.ExitStack() as stack:
+            for number in range(200):
+                client = stack.enter_context(socket.create_connection(('127.0.0.1', self.port), 10))
+                client.sendall(ServerTest.CREATE[:-5 if number % 2 else 20])
+            waits, began = [], time.monotonic()     # type: List[float], float
+            pollers = [threading.Thread(target=poll, args=(number,)) for number in range(600)]
+            for poller in pollers:
+                poller.start()
+            self.world.wait(lambda: len(waits) > 1800, 60, 'all to have asked three times')
+            pid = self.world.server.pid
+            threads, memory_kb = len(os.listdir(f'/proc/{pid}/task')), resident_kb_of(pid)
+            for poller in pollers:
+                poller.join()
         self.assertEqual((2400, []), (len(waits), [wait for wait in waits if wait == math.inf]))
         busy = max(1.0, os.getloadavg()[0] / os.cpu_count())      # where others are at work, it takes as much longer
         self.assertLess(sorted(waits)[len(waits) * 99 // 100], 0.5 * busy)
