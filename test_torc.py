@@ -8313,18 +8313,18 @@ class PasswordFileTest(WorldTest):
 
     def test_a_file_that_others_may_change_lets_nobody_in(self) -> None:
         path = self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4))
-        for mode, is_good in ((0o600, True), (0o644, True), (0o622, False), (0o666, False)):
-            os.chmod(path, mode)
-            with self.subTest(mode=oct(mode)):
-                if is_good:
+        os.mkfifo(path + '3', 0o600)
+        for name, mode, error, text in (
+                ('users', 0o600, None, ''), ('users', 0o644, None, ''), ('users', 0o622, torc.Denied, 'other users may change'),
+                ('users', 0o666, torc.Denied, 'other users may change'), ('users2', 0, torc.BadInput, 'password file .* not found'),
+                ('users3', 0o600, torc.Denied, 'a file of yours'), ('.', 0o700, torc.TorcError, ''),
+                (self.world.write('latin', b'ann\xff:x'), 0o600, torc.BadInput, 'cannot read')):
+            with self.subTest(name, mode=oct(mode)):
+                mode and os.chmod(self.world.path(name), mode)
+                if error is None:
                     self.assertEqual(['ann'], list(torc.read_users(path)))
                 else:
-                    self.assertRaisesRegex(torc.Denied, 'other users may change', torc.read_users, path)
-        self.assertRaisesRegex(torc.BadInput, 'password file .* not found', torc.read_users, path + '2')
-        os.mkfifo(path + '3', 0o600)
-        self.assertRaisesRegex(torc.Denied, 'a file of yours', torc.read_users, path + '3')
-        self.assertRaisesRegex(torc.BadInput, 'cannot read', torc.read_users, self.world.write('latin', b'ann\xff:x'))
-        self.assertRaises(torc.TorcError, torc.read_users, self.world.directory)
+                    self.assertRaisesRegex(error, text, torc.read_users, self.world.path(name))
 
     def test_a_right_password_is_known_until_it_was_not_used_for_a_while(self) -> None:
         users = torc.Users(self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4)), 60.0)
@@ -9579,25 +9579,19 @@ class ServeTest(StoryTest):
         self.assertEqual(0o600, os.stat(self.world.path('logs', 'torc-server.log')).st_mode & 0o777)
 
     def test_a_log_makes_room_for_a_new_one_and_goes_on_though_its_place_was_gone(self) -> None:
-        os.mkdir(self.world.path('logs'))
+        place = self.world.path('logs')
+        os.mkdir(place)
         handler = torc.LogFile(self.world.path('logs/x.log'), 300, 3)     # has room for one line
         handler.setFormatter(torc.JsonLines())
-
-        def write(texts: str) -> None:
-            for text in texts:
-                handler.handle(logging.makeLogRecord({'msg': f'{text} \ud800' + 'x' * 100, 'levelname': 'INFO'}))
-
-        def kept() -> Dict[str, str]:
-            names = os.listdir(self.world.path('logs'))
-            return {name: json.loads(self.world.read(f'logs/{name}'))['fields']['message'][0] for name in names}
         with contextlib.closing(handler), contextlib.redirect_stderr(io.StringIO()) as err:
-            write('01234567')
-            self.assertEqual({'x.log': '7', 'x.log.1': '6', 'x.log.2': '5'}, kept())
-            shutil.rmtree(self.world.path('logs'))
-            write('8')
-            os.mkdir(self.world.path('logs'))
-            write('9')
-            self.assertEqual(({'x.log': '9'}, ''), (kept(), err.getvalue()))
+            for before, texts, kept in ((str, '01234567', {'x.log': '7', 'x.log.1': '6', 'x.log.2': '5'}), (shutil.rmtree, '8', {}),
+                                        (os.mkdir, '9', {'x.log': '9'})):
+                before(place)
+                for text in texts:
+                    handler.handle(logging.makeLogRecord({'msg': f'{text} \ud800' + 'x' * 100, 'levelname': 'INFO'}))
+                names = os.listdir(place) if os.path.exists(place) else ()
+                self.assertEqual(kept, {name: json.loads(self.world.read(f'logs/{name}'))['fields']['message'][0] for name in names})
+        self.assertEqual('', err.getvalue())
 
     def test_no_text_in_a_log_looks_like_another_line(self) -> None:
         text = 'x\n2026-11-21 10:28:54,436 INFO forged\x1b[2J\x9b'
