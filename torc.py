@@ -13698,8 +13698,9 @@ class Server:
             self.work(notice_dead_runners)      # who asks need not wait for a tick to see who was killed
         answers = self.answer_all(batch) if batch else []
         self.at_work = []
-        for asked, (status, value) in zip(batch, answers):
-            asked.give(value() if callable(value) else (status, value))     # of a backup, behind the commit
+        # A backup is made behind the commit, and when all others have their answers.
+        for asked, (status, value) in sorted(zip(batch, answers), key=lambda pair: callable(pair[1][1])):
+            asked.give(value() if callable(value) else (status, value))
         with self.lock:
             self.asked.extendleft(reversed(batch[len(answers):]))
 
@@ -29744,7 +29745,7 @@ def back_up(session: Session, args: Arguments) -> Answer:
             client.copy_to(path)
         else:
             host = client.call('get_database')['host']
-            client.call('backup_database', {'path': path})
+            client.call('backup_database', {'path': path}, 3600.0)     # of a large one, on a slow file system
         value = {'database': client.database or client.named_url, 'backup': path}
     found = f'on host {host}'   # with a file system of its own, perhaps
     with contextlib.suppress(FileNotFoundError):
