@@ -3075,6 +3075,8 @@ class ScenarioTest(ServiceTest):
         'orphan': lambda self, job:     # another client has taken a running job from its node
             self.store.run('UPDATE job SET compute_node_id = NULL WHERE id = ?', (self.job_id(job),)),
         'new': lambda self, job: self.call('create_job', {'workflow_id': self.workflow_id, 'name': job, 'command': 'x'}),
+        'put': lambda self, job, status='', **fields:       # a job's fields change
+            self.call('update_job', dict(fields, **({'status': status} if status else {})), id=self.job_id(job)),
         'retry': lambda self, job, most='3', run='':
             self.call('retry_job', job_id=self.job_id(job), run_id=int(run or self.run_id()), max_retries=int(most)),
         'set': lambda self, job, status, run='':
@@ -3093,6 +3095,10 @@ class ScenarioTest(ServiceTest):
         'released': lambda self: [name for name, node_id in self.nodes.items() if node_id in self.answer],
         'interruptions': lambda self: [f'{name}:{count}' for name, count in self.interrupted.items() if count],    # before the last claim
         'known': lambda self: self.known,       # of the last replay
+        'active': lambda self: [name for name, node_id in self.nodes.items() if node_id in [
+            node['id'] for node in self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']]],
+        'events': lambda self: [event['data']['event_type'] for event in self.call('list_events', workflow_id=self.workflow_id)['items']
+                                if event['data'].get('event_type', '').startswith('job_')],      # what happened to jobs
         'run': lambda self: self.run_id(), 'complete': lambda self: self.call('is_workflow_complete', id=self.workflow_id)['is_complete'],
     }   # type: Dict[str, Any]
 
@@ -3177,19 +3183,9 @@ class ScenarioTest(ServiceTest):
     def spell(value: Any) -> str:
         return ','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
 
-    def see_events(self) -> List[str]:
-        """What happened to jobs."""
-        events = self.call('list_events', workflow_id=self.workflow_id)['items']
-        return [event['data']['event_type'] for event in events if event['data'].get('event_type', '').startswith('job_')]
-
     def names(self, job_ids: Iterable[int]) -> List[str]:
         """Of jobs."""
         return [self.store.value('SELECT name FROM job WHERE id = ?', (job_id,)) for job_id in job_ids]
-
-    def see_active(self) -> List[str]:
-        """Nodes at work."""
-        nodes = self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']
-        return [name for name, node_id in self.nodes.items() if node_id in [node['id'] for node in nodes]]
 
     def job_id(self, name: str) -> int:
         return self.store.value('SELECT id FROM job WHERE workflow_id = ? AND name = ?', (self.workflow_id, name.partition('#')[0]))
@@ -3307,10 +3303,6 @@ class ScenarioTest(ServiceTest):
         jobs = [{'name': name.rstrip('!'), 'command': 'c', 'depends_on': needs.split(),
                  'cancel_on_blocking_job_failure': not name.endswith('!')} for name, _, needs in rows]
         self.answer = self.call('spawn_jobs', dict({'jobs': jobs}, **more), id=self.job_id(job))
-
-    def do_put(self, job: str, status: str = '', **fields: str) -> None:
-        """A job's fields change."""
-        self.call('update_job', dict(fields, **({'status': status} if status else {})), id=self.job_id(job))
 
     def do_delete(self, name: str) -> None:
         """A node or a job."""
@@ -4838,19 +4830,18 @@ class SpawnTest(ScenarioTest):
         workflow_id = self.create('main:', workflow={'env': {'A': '1'}})
         main = self.claim(workflow_id, self.node(workflow_id))['main']
         needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'big', 'num_cpus': 3})['id']
+        given = {'priority': 7, 'cancel_on_blocking_job_failure': False}
         answer = self.call('spawn_jobs', {'state': {'x': 1}, 'jobs': [
-            {'name': 'job', 'command': 'y', 'priority': 7, 'resource_requirements': 'big',
-             'cancel_on_blocking_job_failure': False}]}, id=main['id'])
+            dict(given, name='job', command='y', resource_requirements='big')]}, id=main['id'])
         job = self.call('get_job', id=answer['spawned_job_ids'][0])
-        wanted = {'status': 'blocked', 'origin': 'spawn', 'env': {'A': '1', 'TORC_ORCHESTRATOR_LINEAGE_ID': 'main'},
-                  'priority': 7, 'resource_requirements_id': needs, 'depends_on_job_ids': [main['id']],
-                  'cancel_on_blocking_job_failure': False}
+        wanted = dict(given, status='blocked', origin='spawn', env={'A': '1', 'TORC_ORCHESTRATOR_LINEAGE_ID': 'main'},
+                      resource_requirements_id=needs, depends_on_job_ids=[main['id']])
         self.assertEqual(wanted, {key: job[key] for key in wanted})
         self.call('spawn_jobs', {'jobs': [], 'state': 2}, id=main['id'])
+        found = self.call('list_user_data', workflow_id=workflow_id)['items']
         self.assertEqual([('__torc_lineage__main__g000001', True, {'generation': 1, 'spawn_count': 1, 'state': {'x': 1}}),
                           ('__torc_lineage__main__final', True, {'generation': 1, 'spawn_count': 0, 'final': True, 'state': 2})],
-                         [(item['name'], item['is_ephemeral'], item['data'])
-                          for item in self.call('list_user_data', workflow_id=workflow_id)['items']])
+                         [(item['name'], item['is_ephemeral'], item['data']) for item in found])
 
     def test_what_cannot_be_is_refused_whole(self):
         workflow_id = self.create('main:\nlate: main')
@@ -4879,6 +4870,9 @@ class SpawnTest(ScenarioTest):
 
 class ExplanationTest(ScenarioTest):
     """Why a job failed, or does not run."""
+    SEES = dict(ScenarioTest.SEES, told=lambda self: [      # of failures that became events; instead of the message its length
+        '{level}:{job_name}#{attempt_id}:{return_code}:'.format(**event['data']) + str(len(event['data']['message']))
+        for event in self.call('list_events', workflow_id=self.workflow_id, category='job')['items']])
     SCENARIOS = '''
         what never ran names the failure that was the cause
           a / b: a / c: b / d: c / e
@@ -4927,11 +4921,6 @@ class ExplanationTest(ScenarioTest):
         self.assertScenarios(self.SCENARIOS)
         self.assertRefused('job 99 not found', 'explain_job', id=99)
         self.assertRefused('workflow 99 not found', 'explain_workflow', id=99)
-
-    def see_told(self) -> List[str]:
-        """Level, code and length of the message of failures that became events."""
-        events = self.call('list_events', workflow_id=self.workflow_id, category='job')['items']
-        return ['{level}:{job_name}#{attempt_id}:{return_code}:'.format(**event['data']) + str(len(event['data']['message'])) for event in events]
 
     def test_a_failure_is_an_event_with_a_reason_of_bounded_length(self):
         self.begin('a / b')
