@@ -5206,8 +5206,7 @@ class NodeTest(ScenarioTest):
         found = []
         for line in ('', 'node n1', 'leave n1'):
             self.act(line)
-            with self.service.transaction():
-                found.append(torc.tend(self.service))
+            found.append(torc.tend(self.service))
         self.assertEqual([False, True, False], found)
 
     def test_what_says_nothing_new_writes_nothing(self):
