@@ -24404,6 +24404,7 @@ GAP_S = 120                 # without samples: the line is broken there, if that
 Sample = Tuple[float, Optional[float], Optional[float], Optional[float]]
 Recorded = List[Tuple[str, List[Sample]]]   # samples by label of the file
 Figure = Dict[str, Any]                 # of Plotly: 'data' and 'layout'
+JobPeaks = Tuple[int, str, Dict[str, float]]    # a job in the overview: id, name, peaks by axis
 
 
 def finite(value: Any) -> Optional[float]:
@@ -24550,13 +24551,6 @@ def make_figure(title: str, facts: Sequence[str],
     return {'data': data, 'layout': layout}
 
 
-class JobPeaks(Row):
-    """A job in the overview."""
-    id: int
-    name: str
-    peaks: Dict[str, float]         # by axis
-
-
 def describe_span(series: Recorded) -> str:
     """'12 samples in 1m 50s from 2026-11-22 15:43:34 +0000'."""
     times = [sample[0] for _, samples in series for sample in samples]
@@ -24577,7 +24571,7 @@ def plot_job(number: int, known: Tuple[float, str], series: Recorded) -> Tuple[J
              for word, axis in (('CPU', 'cpu'), ('memory', 'memory'))]
     panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series)) for axis in peaks]
     figure = make_figure(f'Job {number}: {known[1]}', [describe_span(series), *facts], panels)
-    return JobPeaks(number, known[1], peaks), figure
+    return (number, known[1], peaks), figure
 
 
 def highest_of(traces: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
@@ -24590,9 +24584,9 @@ def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
     """The overview: the peaks of all jobs, the highest first."""
     panels = []
     for axis, word in (('memory', 'memory'), ('cpu', 'CPU')):
-        ordered = sorted(jobs, key=lambda job: (-job.peaks[axis], job.id))
-        trace = {'type': 'bar', 'name': f'Peak {word}', 'x': [job.name for job in ordered],
-                 'y': [job.peaks[axis] for job in ordered]}
+        bars = sorted((-peaks[axis], number, name) for number, name, peaks in jobs)
+        trace = {'type': 'bar', 'name': f'Peak {word}', 'x': [name for _, _, name in bars],
+                 'y': [-peak for peak, _, _ in bars]}
         panels.append((f'Peak {word}', AXES[axis].unit, [trace]))
     return make_figure('What jobs used', [counted(len(jobs), 'job')], panels)
 
@@ -24636,7 +24630,7 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[T
         samples = sorted(itertools.chain.from_iterable(found for _, found in series),
                          key=operator.itemgetter(0))
         for axis, traces in lines.items():
-            traces += lines_of(axis, [(job.name, samples)])
+            traces += lines_of(axis, [(job[1], samples)])
             if len(traces) > 2 * LINES_DRAWN:   # there may be too many to keep them
                 traces[:] = highest_of(traces)
     more = [f'the {LINES_DRAWN} with the highest peaks are drawn'] if len(jobs) > LINES_DRAWN else []
@@ -25398,6 +25392,8 @@ def cmd_create(session: Session, args: Arguments) -> Answer:
     jobs = {key: body.pop(key) for key in ('consumer_job_id', 'producer_job_id') if key in body}
     if noun.name == 'event':
         body['timestamp'] = int(time.time() * 1000)     # the operation requires it
+    if noun.name == 'workflow':
+        body.update(user=user_name(), submission_directory=printable(os.getcwd()))
     record = dated(session.call(f'create_{noun.name}', body, **jobs))
     return Answer(record, [f"Created {noun.words} {record['id']}"])
 
@@ -25515,13 +25511,6 @@ def cmd_admin_sql(session: Session, args: Arguments) -> Any:
 # refuses what came in between.
 
 # -------- workflows --------
-
-def cmd_workflows_new(session: Session, args: Arguments) -> Answer:
-    """An empty workflow, to be filled with `jobs create` and the like."""
-    body = dict(given(args), user=user_name(), submission_directory=printable(os.getcwd()))
-    workflow = session.call('create_workflow', body)
-    return Answer(workflow, [f"Created workflow {workflow['id']}"])
-
 
 def cmd_workflows_list(session: Session, args: Arguments) -> Listing:
     """Workflows of the user, or of all."""
@@ -25823,7 +25812,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> Any:
     body = {'job_ids': args['job_ids'] or [], 'statuses': args['status'] or [],
             'return_code': args['return_code']}
     found = session.call('reset_jobs', body, workflow_id=workflow_id, dry_run=True)
-    jobs, downstream = found['jobs'], found['downstream_jobs']
+    jobs, is_reinit = found['jobs'], bool(args['reinit'])
     job_ids = [job['job_id'] for job in jobs]
     if not jobs:
         words = (f"status in [{', '.join(args['status'])}]" if args['status'] else
@@ -25831,21 +25820,20 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> Any:
         raise Refused(f'No jobs in workflow {workflow_id} match {words}.', reset_count=0, reset_job_ids=[],
                       workflow_id=workflow_id)
     if args['dry_run']:
-        value = dict(found, dry_run=True, reinit_requested=bool(args['reinit']))
+        value = dict(found, dry_run=True, reinit_requested=is_reinit)
         return Answer(value, [f"would reset {job['job_id']} {job['name']} ({job['status']})" for job in jobs])
     refuse_at_work(session.client, workflow_id, args['force'])
-    named = name_workflow(session, workflow_id)
-    if not session.confirm(f"Reset the status of {counted(len(jobs), 'job')} of {named}?"):
+    count = counted(len(jobs), 'job')
+    if not session.confirm(f'Reset the status of {count} of {name_workflow(session, workflow_id)}?'):
         return 0
-    body = {'job_ids': job_ids, 'reinit': bool(args['reinit']), 'force': bool(args['force'])}
+    body = {'job_ids': job_ids, 'reinit': is_reinit, 'force': bool(args['force'])}
     session.call('reset_jobs', body, workflow_id=workflow_id)
-    value = {
-        'downstream_jobs': downstream, 'failures': [],
-        'next_steps': f"Run '{start_line(session, workflow_id)}' to execute.",
-        'reinit': {'applied': bool(args['reinit']), 'error': None, 'requested': bool(args['reinit'])},
-        'requested_job_ids': job_ids, 'reset_count': len(jobs), 'reset_job_ids': job_ids,
-        'status': 'success', 'workflow_id': workflow_id}
-    return Answer(value, [f"Reset {counted(len(jobs), 'job')}. {value['next_steps']}"])
+    value = {'downstream_jobs': found['downstream_jobs'], 'failures': [],
+             'next_steps': f"Run '{start_line(session, workflow_id)}' to execute.",
+             'reinit': {'applied': is_reinit, 'error': None, 'requested': is_reinit},
+             'requested_job_ids': job_ids, 'reset_count': len(jobs), 'reset_job_ids': job_ids,
+             'status': 'success', 'workflow_id': workflow_id}
+    return Answer(value, [f"Reset {count}. {value['next_steps']}"])
 
 
 # ======== 20b. Logs: results, what jobs wrote, and what they used ========
@@ -26291,21 +26279,16 @@ def format_comparisons(session: Session, answer: Dict[str, Any], over: Sequence[
                  f'{item.used / item.limit * 100:.1f}%') for item in [*over, *within]]
         text += format_table(('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share'), rows,
                              style_of(session.out, os.environ))
-    causes = [(failure['job_name'], failure) for failure in answer.get('resource_violations', ())]
-    text += format_lines(f'{name} (return code {failure["return_code"]}): {why}' for name, failure in causes
-                         for why in explain_causes(failure))
-    if over or any(explain_causes(failure) for _, failure in causes):
+    words = {'memory_exceeded': 'used more memory than it asked for',
+             'sigkill_137': 'was killed, maybe for memory', True: 'may have run out of time'}
+    causes = [f'{failure["job_name"]} (return code {failure["return_code"]}): {words[why]}'
+              for failure in answer.get('resource_violations', ())
+              for why in (failure.get('oom_reason'), failure.get('likely_timeout')) if why]
+    text += format_lines(causes)
+    if over or causes:
         hint = command_line(session, 'workflows', 'correct-resources', answer['workflow_id'], '--dry-run')
         text += format_lines([f'What would be enough: `{hint}`'])
     return text
-
-
-def explain_causes(failure: Dict[str, Any]) -> List[str]:
-    """What a job may have failed of, in words."""
-    words = {'memory_exceeded': 'used more memory than it asked for',
-             'sigkill_137': 'was killed, maybe for memory'}
-    causes = [words[failure['oom_reason']]] if 'oom_reason' in failure else []
-    return causes + (['may have run out of time'] if failure.get('likely_timeout') else [])
 
 
 def mark_stale(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> List[JobUse]:
@@ -27416,9 +27399,8 @@ def report_submitted(session: Session, workflow: Dict[str, Any], done: Submitter
     """Say what was submitted, and what was not. Refused if nothing was, in Slurm's words."""
     report_troubles(session, workflow, done)
     number, count = workflow['id'], len(done.numbers)
-    text = f'Submitted no allocation of workflow {number}'
-    if count:
-        text = f"Submitted {counted(count, 'allocation')} of workflow {number}: {first_of(done.numbers)}"
+    text = f"Submitted {counted(count, 'allocation')} of workflow {number}: {first_of(done.numbers)}" \
+        if count else f'Submitted no allocation of workflow {number}'
     if not count and not done.left:
         why = 'no job is left that they could run' if done.answer['idle_actions'] else \
             'another command has submitted them' if done.why_left else 'none of its actions is due'
@@ -28410,12 +28392,10 @@ def cmd_cancel(session: Session, args: Arguments) -> Optional[Answer]:
         session.inform(f"Canceled {counted(len(canceled), 'Slurm job')}: {first_of(canceled)}")
     for error in errors:
         session.report(f'torc: its allocations are not canceled, do so again: {error}')
-    go_on = go_on_with_canceled(session, workflow_id)
-    text = f'Canceled {named}. To go on with what it left undone: {go_on}\n'
+    text = f'Canceled {named}. To go on with what it left undone: {go_on_with_canceled(session, workflow_id)}'
     if not is_canceled:
-        value['message'] = f'Nothing to cancel: {named} is complete'
-        text = format_lines([value['message']])
-    return Answer(value, text, code=1 if errors else 0)
+        text = value['message'] = f'Nothing to cancel: {named} is complete'
+    return Answer(value, [text], code=1 if errors else 0)
 
 
 # -------- decisions about failures --------
@@ -30684,7 +30664,7 @@ COMMANDS = (
     Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
 
-    Command('workflows new', cmd_workflows_new, 'create an empty workflow',
+    Command('workflows new', cmd_create, 'create an empty workflow',
         (THE_NAME, Argument('-d --description', 'TEXT', 'one sentence about it')), 'workflows new -n study'),
     Command('workflows list', cmd_workflows_list, 'list your workflows', (
         *PAGE_OPTIONS, Argument('--archived-only', '', 'only archived ones'),
