@@ -23774,12 +23774,11 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], style: S
 
 def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]], form: str = 'csv') -> str:
     """CSV, or TSV, with a header line, also for no rows, and a line for each row."""
+    cells = (map(format_csv_cell, row) for row in [headers, *rows])
     if form == 'tsv':       # in cells there are neither tabs nor line ends
-        return ''.join('\t'.join(map(format_csv_cell, row)) + '\n' for row in [headers, *rows])
+        return ''.join('\t'.join(row) + '\n' for row in cells)
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator='\n')
-    writer.writerow(map(format_csv_cell, headers))
-    writer.writerows(map(format_csv_cell, row) for row in rows)
+    csv.writer(text, lineterminator='\n').writerows(cells)
     return text.getvalue()
 
 
@@ -23816,9 +23815,7 @@ def format_record(record: Dict[str, Any]) -> str:
 
 def with_nulls(record: Dict[str, Any], keys: Iterable[str]) -> Dict[str, Any]:
     """A record of an answer, in which these keys are now, null where nothing is known."""
-    for key in keys:
-        record.setdefault(key, None)
-    return record
+    return {**record, **{key: None for key in keys if key not in record}}
 
 
 def format_lines(lines: Iterable[str]) -> str:
@@ -26169,8 +26166,8 @@ def cmd_logs_analyze(session: Session, args: Arguments) -> Answer:
 FoundErrors = List[Tuple[str, FileFindings]]    # by name of the file
 
 
-def logged_workflows(path: str) -> List[int]:
-    """Workflows whose logs an output directory holds."""
+def choose_logged_workflow(path: str, wanted: Optional[int], has_logs: bool = True) -> int:
+    """The workflow whose logs are looked at: the one that is asked for, if it `has_logs`, or the only one."""
     try:
         names = os.listdir(path)
     except OSError as error:
@@ -26178,13 +26175,8 @@ def logged_workflows(path: str) -> List[int]:
                        'run') from None
     with contextlib.suppress(OSError):
         names += os.listdir(os.path.join(path, 'job_stdio'))
-    return sorted(set(map(workflow_in_name, filter(is_log_name, names))) - {None})
-
-
-def choose_logged_workflow(path: str, wanted: Optional[int] = None) -> int:
-    """The workflow whose logs are looked at: the one that is asked for, or the only one there."""
-    found = logged_workflows(path)
-    if wanted in found:
+    found = sorted(set(map(workflow_in_name, filter(is_log_name, names))) - {None})
+    if wanted in found or wanted and not has_logs:
         return wanted
     if not found:
         raise BadInput(f'{path} holds no logs of workflows; {WHERE_OUTPUT_IS}')
@@ -26567,18 +26559,25 @@ def cmd_execution_plan(session: Session, args: Arguments) -> Answer:
     return Answer(dict(plan, status='success'), lines)
 
 
+def planned_allocation(action: Dict[str, Any], starts: Optional[Sequence[int]],
+                       scheduler: Optional[str]) -> PlannedAllocation:
+    """What an execution plan tells of a schedule_nodes action."""
+    config = action['action_config']
+    return PlannedAllocation(action['trigger_type'], starts, {
+        'scheduler': scheduler, 'scheduler_type': config.get('scheduler_type', 'slurm'),
+        'num_allocations': config.get('num_allocations', 1)})
+
+
 def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
     """Execution plan of a workflow that is not created yet."""
     set_numbers, sets = planned_prerequisites(body)
     allocations = []
     for action in body['actions']:
-        config = action['action_config']
         if action['action_type'] == 'schedule_nodes':
-            name = config.get('scheduler')     # or its index, before it has an id
+            name = action['action_config'].get('scheduler')     # or its index, before it has an id
             if isinstance(name, int):
                 name = body['slurm_schedulers'][name].get('name')
-            allocations.append(PlannedAllocation(action['trigger_type'], action.get('job_indexes'),
-                                   allocation_row(config, name)))
+            allocations.append(planned_allocation(action, action.get('job_indexes'), name))
     plan = execution_plan([job.name for job in body['jobs']], [sets[number] for number in set_numbers],
                           allocations)
     return dict(plan, source='spec_file', workflow_name=body['workflow']['name'])
@@ -26592,21 +26591,12 @@ def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
     sets = [frozenset(index[job_id] for job_id in members) for members in graph['sets']]
     schedulers = session.items('list_slurm_schedulers', workflow_id=workflow_id)
     names = {item['id']: item.get('name') for item in schedulers}
-    allocations = []
-    for action in session.call('get_workflow_actions', workflow_id=workflow_id):
-        if action['action_type'] == 'schedule_nodes':
-            config = action['action_config']
-            starts = [index[job_id] for job_id in action.get('job_ids') or ()]
-            row = allocation_row(config, names.get(config.get('scheduler_id')))
-            allocations.append(PlannedAllocation(action['trigger_type'], starts, row))
+    allocations = [planned_allocation(action, [index[job_id] for job_id in action.get('job_ids') or ()],
+                                      names.get(action['action_config'].get('scheduler_id')))
+                   for action in session.call('get_workflow_actions', workflow_id=workflow_id)
+                   if action['action_type'] == 'schedule_nodes']
     plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], allocations)
     return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
-
-
-def allocation_row(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[str, Any]:
-    """What an execution plan tells of a schedule_nodes action."""
-    return {'scheduler': scheduler, 'scheduler_type': config.get('scheduler_type', 'slurm'),
-            'num_allocations': config.get('num_allocations', 1)}
 
 
 # -------- an edited workflow file --------
@@ -27623,8 +27613,7 @@ def describe_issues(session: Session, workflow_id: int, files: FoundErrors) -> L
 def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Answer:
     """Look for errors in what a workflow's allocations and jobs wrote."""
     path = args['path']
-    logged_workflows(path)      # refused if it is no directory
-    workflow_id = args['workflow_id'] or choose_logged_workflow(path)
+    workflow_id = choose_logged_workflow(path, args['workflow_id'], False)
     job_ids = list_allocations(session, workflow_id)
     if not job_ids:
         message = f'{NO_ALLOCATIONS} for this workflow'
