@@ -26795,8 +26795,9 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
     is_over = is_over and (status['is_canceled'] or not has_due_actions(session, workflow))
     is_allocation = session.command.name == 'slurm-job-runner'      # whose record says when it began
+    output = [] if options.output_dir == DEFAULT_OUTPUT_DIR else ['-o', options.output_dir]
     if is_over and not (options.is_persistent or is_allocation):
-        return report_nothing_left(session, workflow, status, output_words(options))
+        return report_nothing_left(session, workflow, status, output)
     prepare_output_dir(session, options)
     if is_uninitialized:
         initialize_for_run(session, workflow, status, is_forced, is_new)
@@ -26823,7 +26824,7 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
         status = session.call('get_workflow_status', workflow_id=workflow['id'])
         outcome = outcome._replace(**{key: status[key] for key in ('jobs_by_status', 'is_complete',
                                                                    'is_canceled')})
-    return report_outcome(session, workflow, outcome, options)
+    return report_outcome(session, workflow, outcome, options, output)
 
 
 def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
@@ -26878,7 +26879,7 @@ def report_reasons(session: Session, workflow_id: int) -> None:
 
 def report_way_on(session: Session, workflow: Dict[str, Any], words: Optional[Sequence[str]],
                   output: Sequence[str], where: str = ' from here') -> None:
-    """How a workflow goes on, by words_to_go_on() and output_words(), and how it follows its file."""
+    """How a workflow goes on, by words_to_go_on() and its output directory, and how it follows its file."""
     if words is not None:
         session.report(f"To go on{where}: {command_line(session, 'run', workflow['id'], *words, *output)}")
     path = workflow.get('spec_path') or ''
@@ -26887,11 +26888,6 @@ def report_way_on(session: Session, workflow: Dict[str, Any], words: Optional[Se
         named = path if near.startswith(('..', '-')) else near
         line = command_line(session, 'run', '--resume', named, *output)
         session.report(f'After an edit of its file: {line}')
-
-
-def output_words(options: RunnerOptions) -> List[str]:
-    """What `run` needs to go on in a runner's output directory."""
-    return [] if options.output_dir == DEFAULT_OUTPUT_DIR else ['-o', options.output_dir]
 
 
 def outcome_exit(outcome: RunOutcome) -> int:
@@ -26908,7 +26904,7 @@ REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no jo
 
 
 def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
-                   options: RunnerOptions) -> int:
+                   options: RunnerOptions, output: Sequence[str]) -> int:
     """The summary: counts, why jobs failed, what others wait for, how to continue. The exit code."""
     number, code, counts = workflow['id'], outcome_exit(outcome), outcome.jobs_by_status
     if session.options['quiet'] and code == 0:
@@ -26936,7 +26932,7 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
     session.report(f"Output: {directory} ({command_line(session, 'logs', number, *directory_words)})")
     words = words_to_go_on(outcome._asdict(), bool(outcome.interrupted_by))
     is_elsewhere = outcome.reason in ('stuck', 'idle') and counts.get('ready')
-    report_way_on(session, workflow, words, output_words(options),
+    report_way_on(session, workflow, words, output,
                   ', where the rest can run' if is_elsewhere else ' from here')
     database = session.client.database
     if database and is_deleted(database):
@@ -27337,7 +27333,12 @@ class Submitter:
         words = batch_words(item, find_nodes(self.partitions, partition, item.needs))
         if number not in self.warned:
             self.warned.add(number)
-            warn_of_scheduler(self.session, item)
+            config, name = item.workflow.get('execution_config') or {}, item.scheduler.get('name') or number
+            is_wide = (item.scheduler.get('nodes') or 1) > 1 \
+                and not item.settings.get('start_one_worker_per_node')
+            if is_wide and config.get('mode') == 'direct' and config.get('limit_resources') is not False:
+                self.session.report('warning: in mode direct a runner uses one of the nodes that scheduler '
+                                    f'{name} asks for: let it ask for 1, or give start_one_worker_per_node')
         if output_dir not in self.callers:
             os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
             self.callers[output_dir] = caller_of(self.session.client, output_dir)
@@ -27360,16 +27361,6 @@ def go_on_submitting(session: Session, workflow: Dict[str, Any]) -> List[str]:
     said = [f"{counted(len(done.numbers), 'allocation')} submitted that a killed command had left: "
             f'{first_of(done.numbers)}'] if done.numbers else []
     return said + [f'no allocation: {refusal}' for refusal in dict.fromkeys(done.refusals)]
-
-
-def warn_of_scheduler(session: Session, item: Submission) -> None:
-    """Say whose allocations leave nodes idle."""
-    config, scheduler = item.workflow.get('execution_config') or {}, item.scheduler
-    name = scheduler.get('name') or scheduler['id']
-    is_wide = (scheduler.get('nodes') or 1) > 1 and not item.settings.get('start_one_worker_per_node')
-    if is_wide and config.get('mode') == 'direct' and config.get('limit_resources') is not False:
-        session.report('warning: in mode direct a runner uses one of the nodes that scheduler '
-                       f'{name} asks for: let it ask for 1, or give start_one_worker_per_node')
 
 
 def report_troubles(session: Session, workflow: Dict[str, Any], done: Submitter) -> None:
