@@ -24607,7 +24607,7 @@ def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
 
 
 def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[Tuple[str, Figure]]:
-    """Pages by name: of each job (all, or those wanted), with its samples alone in memory; of all; of nodes."""
+    """Pages by name: of each job (all, or those wanted), one in memory at a time; of all jobs; of nodes."""
     homes: Dict[int, List[SeriesFile]] = {}
     names: Dict[int, List[Tuple[float, str]]] = {}
     for file in files:
@@ -24728,11 +24728,10 @@ class Session:
         """Connection to the server, or to the embedded database; made at its first use."""
         if self._client is None:
             interval_s = self.snapshot_interval_s
-            # A typing error in --db must not leave an empty database: only what makes workflows makes one.
-            is_reading = self.is_reading or self.command.name not in MAKERS
             tls = TlsSettings(self.options['tls_ca_cert'] or '', bool(self.options['tls_insecure']))
             client = Client(self.options['url'] or '', self.database or '', '', tls, self.credentials)
-            if is_reading:
+            # A typing error in --db must not leave an empty database: only what makes workflows makes one.
+            if self.is_reading or self.command.name not in MAKERS:
                 client.check_exists()
             client.will_need_server = self.command.name in RUNNER_COMMANDS
             if self.keeper is not None:
@@ -25565,9 +25564,8 @@ def cmd_init(session: Session, args: Arguments) -> Any:
         question = f'Forget all results of {name_workflow(session, number)}, and start it again?'
         if workflow.get('run_id') and not session.confirm(question):
             return 0
-        count = len(check.existing_outputs)
-        if count:
-            session.report(f"{counted(count, 'existing output file')} will be written over")
+        if check.existing_outputs:
+            session.report(f"{counted(len(check.existing_outputs), 'existing output file')} will be written over")
     session.call('reset_workflow_status', workflow_id=number, force=args['force'])
     if not is_partial:
         session.call('reset_job_status', workflow_id=number)
@@ -25602,8 +25600,8 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> Answ
     if error:
         session.report(f'torc: {error}')
         return Answer(value, [], code=1)
-    run = start_line(session, workflow_id)
-    return Answer(value, [f'Workflow {workflow_id} is initialized. Run it with: {run}'])
+    return Answer(value, [f'Workflow {workflow_id} is initialized. Run it with: '
+                          + start_line(session, workflow_id)])
 
 
 def answer_file_check(session: Session, workflow_id: int, check: FileCheck, found: Dict[str, Any],
@@ -25643,11 +25641,9 @@ def cmd_reset_status(session: Session, args: Arguments) -> Any:
     if args['reinitialize']:
         prepare_run(session.client, session.workflow(workflow_id))
         messages.append(f'Successfully reinitialized workflow {workflow_id}')
-    operations = {'job_reset': True, 'reinitialize': True if args['reinitialize'] else None,
-                  'workflow_reset': True}
-    value = {'failed_only': bool(args['failed_only']), 'messages': messages, 'operations': operations,
-             'status': 'success', 'workflow_id': workflow_id}
-    return Answer(value, messages)
+    operations = {'job_reset': True, 'reinitialize': args['reinitialize'] or None, 'workflow_reset': True}
+    return Answer({'failed_only': bool(args['failed_only']), 'messages': messages, 'operations': operations,
+                   'status': 'success', 'workflow_id': workflow_id}, messages)
 
 
 def cmd_status(session: Session, args: Arguments) -> Answer:
@@ -26062,8 +26058,8 @@ def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> 
     session, args = reader.session, reader.args
     lost = sum(not any(find_stdio(reader.output_dir, attempt)) for attempt in found)
     if lost:
-        where = f'{lost} of {len(found)} jobs have left no output in {reader.output_dir}'
-        session.report(f'torc: {where}; {WHERE_OUTPUT_IS}')
+        session.report(f'torc: {lost} of {len(found)} jobs have left no output in {reader.output_dir}; '
+                       f'{WHERE_OUTPUT_IS}')
     if args['failed'] or args['run_id'] is not None or args['attempt_id'] is not None:
         if not found:
             session.report(f'torc: nothing in workflow {reader.id} is what the options ask for')
@@ -26243,9 +26239,7 @@ def cmd_check_resources(session: Session, args: Arguments) -> Answer:
     found.sort(key=lambda comparison: -comparison.used / comparison.limit)
     over = [item for item in found if item.over_percent > args['min_over_utilization']]
     within = found[len(over):]
-    run_id = args['run_id']
-    if run_id is None:
-        run_id = session.call('get_workflow', workflow_id=workflow_id).get('run_id')
+    run_id = session.workflow(workflow_id).get('run_id') if args['run_id'] is None else args['run_id']
     answer = {'workflow_id': workflow_id, 'run_id': run_id, 'total_results': len(uses),
               'over_utilization_count': len(over),
               'violations': [describe_comparison(item, True) for item in over]}
@@ -26545,10 +26539,8 @@ def format_generated(made: GeneratedSpec, profile: Profile) -> str:
 
 def cmd_execution_plan(session: Session, args: Arguments) -> Answer:
     """In which order jobs become ready: events, each with what it starts."""
-    if is_id(args['target']):
-        plan = stored_plan(session, int(args['target']))
-    else:
-        plan = file_plan(read_spec(session, args['target'], args).body)
+    plan = stored_plan(session, int(args['target'])) if is_id(args['target']) else \
+        file_plan(read_spec(session, args['target'], args).body)
     counts = f"{counted(plan['total_jobs'], 'job')} in {counted(plan['total_events'], 'event')}"
     lines = [f"Execution plan of {plan['workflow_name']}: {counts}", '']
     for event in plan['events']:
@@ -27323,7 +27315,7 @@ class Submitter:
         return judge_submission(reply)
 
     def write_script(self, item: Submission) -> Tuple[List[str], str]:
-        """Put the script of an allocation in its output directory; options of sbatch, and its path. OSError."""
+        """Put an allocation's script into its output directory; options of sbatch, and its path. OSError."""
         output_dir, number = item.settings['output_dir'], item.scheduler['id']
         if self.partitions is None:
             self.partitions = ()
@@ -27574,7 +27566,7 @@ NAMED_NODE = Expression(r'\bON (\S+) (?:CANCELLED|FAILED)|\bNode failure on ([\w
 
 
 def describe_issues(session: Session, workflow_id: int, files: FoundErrors) -> List[Dict[str, Any]]:
-    """Findings in files, and which job of the workflow ran in which Slurm job, with the keys of Torc's JSON."""
+    """Findings in files, with the jobs that ran in the Slurm jobs that they are of, as in Torc's JSON."""
     jobs, of_job = collections.defaultdict(list), collections.defaultdict(dict)     # type: Dict, Dict
     for item in session.items('get_slurm_job_correlations', workflow_id=workflow_id):
         jobs[item['slurm_job_id']].append({'job_id': item['job_id'], 'job_name': item['job_name']})
@@ -27919,12 +27911,12 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
     value = {'workflow_analysis': analysis, 'cluster_state': states, 'recommendations': recommendations,
              'warnings': [str(warning) for warning in made.warnings], 'resource_groups': groups,
              'profile_name': profile.name, 'profile_display_name': profile.display_name, 'account': account}
-    lines = [f"{counted(num_jobs, 'job')} in {counted(len(widths), 'level')}, at most {widths[widest]} at once, "
-             f'on {profile.display_name}', '']
+    lines = [f"{counted(num_jobs, 'job')} in {counted(len(widths), 'level')}, at most {widths[widest]} at "
+             f'once, on {profile.display_name}', '']
     for row in recommendations:
-        nodes = counted(row['nodes_per_allocation'], 'node')
-        lines += [f"{row['group_name']}: {counted(row['job_count'], 'job')}, {row['num_allocations']} x {nodes} "
-                  f"of {row['partition']} for {row['walltime']} ({row['strategy']})", f"    {row['reason']}"]
+        jobs, nodes = counted(row['job_count'], 'job'), counted(row['nodes_per_allocation'], 'node')
+        lines += [f"{row['group_name']}: {jobs}, {row['num_allocations']} x {nodes} of {row['partition']} for "
+                  f"{row['walltime']} ({row['strategy']})", f"    {row['reason']}"]
     return Answer(value, lines)
 
 
@@ -27940,7 +27932,7 @@ REPLAY_BYTES = 2 ** 20      # of completions in one request, so that no other wa
 
 def replay_journals(session: Session, workflow_id: int, run_id: int, directories: Sequence[str],
                     is_asked: bool = True) -> Tuple[Dict[str, Any], List[str]]:
-    """Bring what journals below directories hold to the server: the JSON of `reconcile`, why what was rejected.
+    """Bring what journals below directories hold to the server. JSON of `reconcile`, why some are rejected.
 
     Unless it `is_asked` for, only what says of which database it is, as Torc's journals do not: ids begin at
     1 in each, and an old journal would end jobs that never ran. And all or, if one cannot be read now,
@@ -28323,8 +28315,8 @@ def cmd_submit(session: Session, args: Arguments) -> Answer:
         is_any = outcome.numbers or outcome.refusals or outcome.why_left or outcome.answer['idle_actions']
         number = workflow['id']
         if not is_any and session.call('list_unplanned_jobs', workflow_id=number)['job_ids']:
-            session.report(f'none of the actions of workflow {number} is due: allocations for the jobs that are '
-                           f"left are planned, as by {command_line(session, *regenerate[:3], '--submit')}")
+            session.report(f'none of the actions of workflow {number} is due: allocations for the jobs that '
+                           f"are left are planned, as by {command_line(session, *regenerate[:3], '--submit')}")
             return report_regenerated(session, workflow, RegenerateOptions(submits=True, settings=settings))
         return report_submitted(session, workflow, outcome)
     if args['action'] is not None:
@@ -28748,7 +28740,7 @@ def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: 
 
 def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments,
                      settings: Dict[str, Any]) -> Dict[str, Any]:
-    """The JSON of `recover` without questions, after journals were taken in. Refused if nothing can be done."""
+    """The JSON of `recover` without questions, with journals taken in before. Refused if it cannot be."""
     args = dict(args, dry_run=False, retry_canceled=False)
     found = gather(session, workflow, args, True)
     plan = plan_recovery(session, found, args, settings)
