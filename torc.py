@@ -27936,7 +27936,7 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, directories
 
     Unless it `is_asked` for, only what says of which database it is, as Torc's journals do not: ids begin at
     1 in each, and an old journal would end jobs that never ran. And all or, if one cannot be read now,
-    nothing (OSError): what is in it must not be taken for lost.
+    nothing (OSError): what is in it must not be taken for lost. What the server has already does no harm.
     """
     journals, entries, left = [], [], []    # type: List[Dict[str, Any]], List[Dict], List[Dict[str, Any]]
     searched = [find_journals(directory, workflow_id, run_id) for directory in directories]
