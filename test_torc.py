@@ -2737,15 +2737,6 @@ class StoreTest(unittest.TestCase):
                         raise ZeroDivisionError
         self.assertEqual(['kept', 'kept too'], store.ids(self.BY_AGE))
 
-    def other(self) -> str:
-        """Another database, made in another directory."""
-        folder = os.path.join(self.directory, 'other')
-        os.mkdir(folder)
-        with contextlib.closing(torc.Store(os.path.join(folder, 'torc.db'))) as store:
-            for number in range(20):
-                self.add(store, 'theirs')
-        return store.path
-
     def replace(self, path: str) -> None:
         """Put another database in the place of a file."""
         os.replace(shutil.copy(os.path.join(self.directory, 'other', 'torc.db'), path + '.copy'), path)
@@ -2760,7 +2751,9 @@ class StoreTest(unittest.TestCase):
             os.rename(path, path + '.away')
             os.symlink(path + '.away', path)
 
-        self.other()
+        os.mkdir(os.path.join(self.directory, 'other'))
+        with contextlib.closing(torc.Store(os.path.join(self.directory, 'other', 'torc.db'))) as store:
+            self.add(store, *['theirs'] * 20)
         ways = (os.unlink, self.replace, lambda path: os.rename(path, path + '.away'), link)
         for end, change, is_late in itertools.product(('', '-wal'), ways, (False, True)):
             with self.subTest(end, change=change, is_late=is_late):
@@ -2847,30 +2840,10 @@ class StoreTest(unittest.TestCase):
 
 # ======== 8. Service ========
 
-@contextlib.contextmanager
-def http_connection(url: str) -> Iterator[Any]:
-    """Python's own HTTP client, on a server."""
-    parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=10)
-    try:
-        yield connection
-    finally:
-        connection.close()
-
-
 def silenced(test: unittest.TestCase) -> None:
     """No log lines for the rest of a test."""
     logging.getLogger('torc').setLevel(logging.CRITICAL + 1)
     test.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
-
-
-def answer_request(service: Any, method: str, path: str, query: str, body: bytes, caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
-    """What a server of a service would answer, in a transaction of ours: (status, value)."""
-    try:
-        call = torc.parse_call(method, path, query, body)
-    except torc.TorcError as error:
-        return torc.answer_failure(error, path)
-    return torc.answer_call(service, call, caller, is_owner)
 
 
 class FreeStore(torc.Store):
@@ -2917,9 +2890,14 @@ class ServiceTest(unittest.TestCase):
         return answer
 
     def ask(self, method: str, path: str, body: Any = None, query: str = '', caller: str = 'tester', is_owner: bool = True) -> Tuple[int, Any]:
-        data = body if isinstance(body, bytes) else b'' if body is None else json.dumps(body).encode()
+        """What a server would answer: (status, value)."""
+        data, path = body if isinstance(body, bytes) else b'' if body is None else json.dumps(body).encode(), torc.API_PREFIX + path
         with self.service.transaction():
-            return answer_request(self.service, method, torc.API_PREFIX + path, query, data, caller, is_owner)
+            try:
+                call = torc.parse_call(method, path, query, data)
+            except torc.TorcError as error:
+                return torc.answer_failure(error, path)
+            return torc.answer_call(self.service, call, caller, is_owner)
 
     def create(self, jobs: str, **more: Any) -> int:
         """A workflow from lines 'name: prerequisites'; a name ending in ! does not mind failures. Initialized."""
@@ -5259,12 +5237,8 @@ class StepAccountsTest(ServiceTest):
         """A turn with the end of job a, after 30 s."""
         return self.sync(self.workflow_id, self.node_id, completions=[self.end(self.jobs['a'], **figures)])
 
-    def figures(self) -> Tuple:
-        """What the only result says: peak and average memory, average and peak CPU."""
-        row, = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        return tuple(map(row.get, ('peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent')))
-
-    # sampled by sstat | said by sacct | in the result: peak and average memory, average and peak CPU
+    FIGURES = ('peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent')
+    # sampled by sstat | said by sacct | FIGURES of the result
     TABLE = (
         ({}, {}, (None, None, None, None)),
         ({}, {'max_rss_bytes': 100, 'ave_cpu_seconds': 15.0}, (100, None, 50.0, 50.0)),
@@ -5283,7 +5257,8 @@ class StepAccountsTest(ServiceTest):
                     for step in steps.split():
                         answer = self.account(**said) if step == 'account' else self.finish(**sampled)
                         self.assertEqual([], answer['errors'])
-                    self.assertEqual(wanted, self.figures())
+                    row, = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+                    self.assertEqual(wanted, tuple(map(row.get, self.FIGURES)))
 
     def test_there_is_one_row_for_an_attempt_and_what_is_known_of_it_stays(self):
         self.account(max_rss_bytes=100, ave_cpu_seconds=1.5, node_list='n1', max_disk_read_bytes=0)
@@ -9075,13 +9050,6 @@ class RoomTest(ServedTest):
         self.world.wait(lambda: self.known(client).needed_until <= time.monotonic(), 10, 'it to be idle')
         return client
 
-    def all_at_work(self) -> List[socket.socket]:
-        """As many clients as there is room for; they are answered when the gate opens."""
-        tick_once(self.server.server, lambda service: self.gate.wait(20))
-        clients = [self.connect(ServerTest.CREATE) for _ in range(6)]
-        self.world.wait(lambda: len(self.server.server.asked) == 6, 10, 'all to ask')
-        return clients
-
     def test_the_one_that_is_needed_least_makes_room_and_one_at_work_never(self) -> None:
         busy = self.connect(http_request('POST', '/torc-service/v1/bulk_jobs', content_length='3000000'))
         self.world.wait(self.listener.large_body.locked, 10, 'the long body')
@@ -9100,7 +9068,9 @@ class RoomTest(ServedTest):
 
     def test_when_all_are_at_work_the_next_one_is_told_so(self) -> None:
         self.set_constant('HURRY_S', 0.2)
-        clients = self.all_at_work()
+        tick_once(self.server.server, lambda service: self.gate.wait(20))
+        clients = [self.connect(ServerTest.CREATE) for _ in range(6)]
+        self.world.wait(lambda: len(self.server.server.asked) == 6, 10, 'all to ask')
         answer = self.server.ask()
         self.assertEqual(([503], True), (statuses(answer), b'no room for more clients' in answer))
         self.gate.set()
@@ -9276,7 +9246,7 @@ class WaitTest(ServedTest):
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """The value of an answer, for which the connection stays open."""
-        with http_connection(f'http://127.0.0.1:{self.server.port}') as connection:
+        with contextlib.closing(http.client.HTTPConnection('127.0.0.1', self.server.port, timeout=30)) as connection:
             connection.request(method, torc.API_PREFIX + path, None if body is None else json.dumps(body))
             return json.loads(connection.getresponse().read().decode() or 'null')
 
@@ -19930,7 +19900,7 @@ class PasswordServeTest(CommandTest):
         self.world.serve('--auth-file', 'users', '--no-auth')
         self.assertIn('WARNING --no-auth: every user of this host can run commands as you', self.world.server.err)
         as_anybody = {'TORC_API_URL': self.world.url, 'TORC_TOKEN_FILE': ''}
-        with http_connection(self.world.url) as connection:
+        with contextlib.closing(http.client.HTTPConnection(urllib.parse.urlsplit(self.world.url).netloc, timeout=10)) as connection:
             for field, status in (('', 200), ('Basic ' + base64.b64encode(b'ann:word of ann').decode(), 200),
                                   ('Basic ' + base64.b64encode(b'ann:x').decode(), 401)):
                 connection.request('GET', '/torc-service/v1/workflows', headers={'Authorization': field} if field else {})
