@@ -4917,28 +4917,6 @@ class ExplanationTest(ScenarioTest):
         self.assertEqual(dict([list(wanted.items())[-1]]), self.call('list_workflow_statuses', ids=ids)['statuses'])
 
 
-class TaskTest(ServiceTest):
-    """Operations that Torc's server does after their answer."""
-
-    def test_a_task_is_done_when_it_is_answered_and_a_failed_one_leaves_nothing(self):
-        at_ms = 1700000000000
-        for status, more in (('succeeded', {}), ('failed', {'error': 'is archived; unarchive it first'})):
-            workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-            self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
-            self.call('archive_workflow', {'is_archived': bool(more)}, id=workflow_id)
-            task = self.call('initialize_jobs', id=workflow_id, **{'async': True})
-            self.assertIn(more.get('error', ''), task.pop('error', ''))
-            self.assertEqual({'id': workflow_id, 'workflow_id': workflow_id, 'operation': 'initialize_jobs', 'status': status,
-                              'created_at_ms': at_ms, 'started_at_ms': at_ms, 'finished_at_ms': at_ms}, task)
-            self.assertEqual(status, self.call('get_task', id=workflow_id)['status'])
-            self.assertEqual({'task': None}, self.call('get_active_task_for_workflow', id=workflow_id))
-            self.assertEqual(('uninitialized', 0) if more else ('ready', 1),
-                             (self.statuses(workflow_id)['a'], self.call('get_workflow', id=workflow_id)['run_id']))
-            event = self.call('list_events', workflow_id=workflow_id, category='tasks')['items'][0]['data']
-            self.assertEqual(('task_completed', workflow_id, status, 'tester'), tuple(event[key] for key in ('event_type', 'task_id', 'status', 'user')))
-        self.assertRefused('task 3 not found', 'get_task', id=3)
-
-
 # ======== 8e. Nodes ========
 
 
@@ -6565,6 +6543,22 @@ class ApiTest(RequestTest):
               (users log in ann)
               POST /admin/reload-auth -> 200 {message: 'Auth credentials reloaded successfully', user_count: 3}
 
+            a task is done when it is answered, and a failed one leaves nothing
+              POST /workflows {name: 'w', user: 'u'} -> 200 {id: 1}
+              POST /jobs {workflow_id: 1, name: 'a', command: 'x'} -> 200 {id: 1}
+              POST /workflows/1/archive {is_archived: true} -> 200
+              POST /workflows/1/initialize_jobs?async=true -> 202 {id: 1, status: 'failed', error: 'workflow 1 is archived; unarchive it first: torc.py workflows archive false 1'}
+              GET /events?workflow_id=1&category=tasks -> 200 {items: [{data: {event_type: 'task_completed', status: 'failed'}}]}
+              GET /jobs/1 -> 200 {status: 'uninitialized'}
+              POST /workflows/1/archive {is_archived: false} -> 200 {run_id: 0}
+              POST /workflows/1/initialize_jobs?async=true -> 202 {id: 2, workflow_id: 1, operation: 'initialize_jobs', status: 'succeeded', error: null, created_at_ms: AT, started_at_ms: AT, finished_at_ms: AT}
+              GET /tasks/2 -> 200 {id: 2, workflow_id: 1, operation: 'initialize_jobs', status: 'succeeded', error: null, created_at_ms: AT, started_at_ms: AT, finished_at_ms: AT}
+              GET /workflows/1/active_task -> 200 {task: null}
+              GET /events?workflow_id=1&category=tasks&offset=1 -> 200 {items: [{data: {task_id: 2, status: 'succeeded', user: 'tester'}}]}
+              GET /jobs/1 -> 200 {status: 'ready'}
+              GET /workflows/1 -> 200 {run_id: 1}
+              GET /tasks/3 -> 404 task 3 not found
+
             rows of one name are refused
               (workflow of u)
               POST /files {workflow_id: 1, name: 'f', path: 'p'} -> 200
@@ -6592,7 +6586,7 @@ class ApiTest(RequestTest):
               POST /workflows/1/actions {workflow_id: 1, trigger_type: 'on_worker_start', action_type: 'run_commands', action_config: {commands: ['x']}} -> 200 {id: 2}
               PUT /workflows/1/actions/2 {commands: ['y']} -> 200 {action_config: {commands: ['y']}}
               PUT /workflows/1/actions/2 {num_allocations: 1} -> 422 has no key
-            """.replace('VERSION', torc.__version__))
+            """.replace('VERSION', torc.__version__).replace('AT}', '1700000000000}').replace('AT,', '1700000000000,'))
 
     def test_times_of_all_shapes_count(self):
         for text, plain in (('2026-01-01T01:00:00+0100', '2026-01-01T00:00:00.000Z'), ('2026-01-01t00:00:00z', '2026-01-01T00:00:00.000Z'),
