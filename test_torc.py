@@ -3800,28 +3800,6 @@ def planned(**changes: Any) -> Dict[str, Any]:
     return dict(body, **changes)
 
 
-class JobNameTest(ServiceTest):
-    """No way leads to a second job of the same name in a workflow; those of plans are refused in ApplySpecTest."""
-
-    def test_a_name_is_refused_while_a_job_has_it_and_free_for_that_job_for_other_workflows_and_after_a_deletion(self):
-        workflow_id = self.create('a:\nb: a')
-        job = {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'}
-        new, taken = dict(job, name='new'), f"workflow {workflow_id} has a job 'a' already; give another name"
-        with self.undone():
-            running = self.claim(workflow_id, self.node(workflow_id))['a']
-            self.assertRefused("has a job 'b' already", 'spawn_jobs', {'jobs': [{'name': 'b', 'command': 'x'}]}, id=running['id'])
-        for text, name, body, parameters in (
-                (taken, 'create_job', job, {}), (taken, 'create_jobs', {'jobs': [new, job]}, {}),
-                ("the name 'new' stands twice", 'create_jobs', {'jobs': [new] * 2}, {}), (taken, 'update_job', {'name': 'a'}, {'id': 2})):
-            self.assertRefused(text, name, body, **parameters)
-        self.assertEqual('a', self.call('update_job', {'name': 'a', 'command': 'y'}, id=1)['name'])
-        self.call('create_job', dict(job, workflow_id=self.create('c:')))
-        self.call('delete_job', id=1)
-        self.assertEqual('a', self.call('update_job', {'name': 'a'}, id=2)['name'])
-        self.call('create_job', dict(job, name='b'))
-        self.assertEqual(['a', 'b'], list(self.statuses(workflow_id)))
-
-
 # ======== 8b. Initialization ========
 
 
@@ -6558,6 +6536,20 @@ class ApiTest(RequestTest):
               GET /jobs/1 -> 200 {status: 'ready'}
               GET /workflows/1 -> 200 {run_id: 1}
               GET /tasks/3 -> 404 task 3 not found
+
+            a job's name is refused while another has it, and free for that job, for other workflows and after a deletion
+              (workflow of u)
+              POST /jobs {workflow_id: 1, name: 'b', command: 'x'} -> 200 {id: 2}
+              POST /jobs {workflow_id: 1, name: 'a', command: 'x'} -> 422 workflow 1 has a job 'a' already; give another name
+              POST /bulk_jobs {jobs: [{workflow_id: 1, name: 'n', command: 'x'}, {workflow_id: 1, name: 'a', command: 'x'}]} -> 422 has a job 'a' already
+              POST /bulk_jobs {jobs: [{workflow_id: 1, name: 'n', command: 'x'}, {workflow_id: 1, name: 'n', command: 'x'}]} -> 422 'n' stands twice
+              PUT /jobs/2 {name: 'a'} -> 422 workflow 1 has a job 'a' already
+              PUT /jobs/1 {name: 'a', command: 'y'} -> 200 {name: 'a'}
+              (workflow of u)
+              POST /jobs {workflow_id: 2, name: 'b', command: 'x'} -> 200
+              DELETE /jobs/1 -> 200
+              PUT /jobs/2 {name: 'a'} -> 200 {name: 'a'}
+              POST /jobs {workflow_id: 1, name: 'b', command: 'x'} -> 200
 
             rows of one name are refused
               (workflow of u)
