@@ -33,6 +33,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     8h. Administration
     8i. Ad-hoc SQL
     8j. Recovery rules
+    8k. Drawings
     9. API
     10. State files
     10a. Framing
@@ -149,6 +150,7 @@ import unittest
 import unittest.mock
 import urllib.parse
 import warnings
+import xml.dom.minidom
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -6411,6 +6413,80 @@ class SyncTest(ScenarioTest):
                          [(row['event_type'], row['scheduled_compute_node_id']) for row in self.scheduler_events()])
 
 
+# ======== 8k. Drawings ========
+
+class DrawingTest(ServiceTest):
+    """The graph and the timeline, as nodes, edges and shapes."""
+
+    def graph(self, spec: str, **query: Any) -> Tuple[List[str], List[str]]:
+        """Nodes as 'name layer counts', edges as 'from > to count', of a workflow given as YAML."""
+        plan = torc.complete_plan(torc.read_plan(torc.read_document(textwrap.dedent(spec).encode(), 'w.yaml')), False)
+        self.number = self.call('create_workflow_from_spec', json.loads(json.dumps(plan.body)))['workflow_id']
+        return self.read(**query)
+
+    def read(self, **query: Any) -> Tuple[List[str], List[str]]:
+        """The same of the last workflow."""
+        self.answer = self.call('get_graph', id=self.number, **query)
+        names = [node['name'] for node in self.answer['nodes']]
+        return ([f"{node['name']} {node['layer']:g} {' '.join(f'{count} {word}' for word, count in node['counts'].items())}"
+                 for node in self.answer['nodes']], sorted(f'{names[one]} > {names[other]} {count}' for one, other, count in self.answer['edges']))
+
+    def test_jobs_of_a_kind_and_barriers_are_drawn_once_and_opened(self) -> None:
+        spec = '''
+            name: w
+            jobs:
+              - {name: "a_{i}", command: x, parameters: {i: "1:100"}}
+              - {name: "b_{i}", command: x, parameters: {i: "1:100"}, depends_on_regexes: ["a_.*"]}
+              - {name: end, command: x, depends_on_regexes: ["b_.*"]}
+            '''
+        self.assertEqual((['a_# 0 100 uninitialized', 'b_# 1 100 uninitialized', 'end 2 1 uninitialized'], ['a_# > b_# 10000', 'b_# > end 100']),
+                         self.graph(spec))
+        self.assertEqual('201 jobs, 10,100 dependencies', self.answer['title'])
+        with unittest.mock.patch.object(torc, 'MOST_OPENED', 3):
+            nodes, edges = self.read(open='b_#')
+        self.assertEqual((['a_# 0 100 uninitialized', 'b_1 1 1 uninitialized', 'b_2 1 1 uninitialized', 'b_3 1 1 uninitialized', 'b_# 1 97 uninitialized',
+                           'end 2 1 uninitialized'], 'a_# > b_1 100'), (nodes, edges[1]))
+        links = re.findall(r"'href': '([^']+)'", repr(self.answer['shapes']))
+        self.assertEqual(['#/j/101', '#/j/201'], [link for link in links if link[:3] == '#/j'][::3])
+        self.assertIn(f'#/w/{self.number}/graph?open%3Db_%23', links)
+
+    @unittest.mock.patch.object(torc, 'MOST_NODES', 5)
+    def test_a_workflow_of_many_kinds_or_layers_stays_a_drawing(self) -> None:
+        chain = ''.join(f'  - {{name: step_{number}, command: x{f", depends_on: [step_{number - 1}]" if number else ""}}}\n' for number in range(20))
+        self.assertEqual((['step_# 0 20 uninitialized'], []), self.graph(f'name: w\njobs:\n{chain}'))
+        kinds = ''.join(f'  - {{name: {chr(97 + number) * 3}, command: x}}\n' for number in range(9))
+        self.assertEqual(['aaa 0 1 uninitialized', 'bbb 0 1 uninitialized', 'ccc 0 1 uninitialized', 'ddd 0 1 uninitialized', 'others 0 5 uninitialized'],
+                         self.graph(f'name: w\njobs:\n{kinds}')[0])
+        self.assertEqual(([], []), self.graph('name: w\njobs: []\n'))
+
+    def test_files_and_user_data_lie_between_the_jobs(self) -> None:
+        nodes, edges = self.graph('''
+            name: w
+            files: [{name: in, path: in.csv}, {name: o1, path: out_1.csv}, {name: o2, path: out_2.csv}]
+            user_data: [{name: u}]
+            jobs:
+              - {name: make, command: x, input_files: [in], output_files: [o1, o2], output_user_data: [u]}
+              - {name: use, command: x, input_files: [o1, o2], input_user_data: [u]}
+            ''', files=True)
+        self.assertEqual(['make 0 1 uninitialized', 'use 1 1 uninitialized', 'out_#.csv 0.5 2 files', 'in.csv -0.5 1 files', 'u 0.5 1 user data'], nodes)
+        self.assertEqual(['in.csv > make 1', 'make > out_#.csv 2', 'make > u 1', 'make > use 1', 'out_#.csv > use 2', 'u > use 1'], edges)
+
+    def test_a_timeline_has_a_lane_for_each_node_and_bars_that_do_not_overlap(self) -> None:
+        self.assertEqual(([0, 1, 0, 2], 3), torc.pack([torc.TimelineAttempt(1, begin, end, 'completed', 'a', 1)
+                                                       for begin, end in ((0, 2), (1, 9), (2, 4), (3, 4))]))
+        attempts = [torc.TimelineAttempt(1, 0.0, 100.0, 'completed', 'a', 1), torc.TimelineAttempt(1, 50.0, 100.0, 'completed', 'b', 2)]
+        counts = torc.count_running(attempts, 0.0, 100.0)
+        self.assertEqual((200, 1.0, 2.0), (len(counts), round(counts[10], 6), round(counts[-1], 6)))
+
+    def test_a_drawing_as_a_file_is_xml_whatever_jobs_are_called(self) -> None:
+        self.graph('name: w\njobs: [{name: "</text><script>alert(1)</script>&\\"\u202e", command: x}]\n')
+        text = torc.format_svg(self.answer, torc.PAGE_STYLE)
+        document = xml.dom.minidom.parseString(text)
+        self.assertEqual((0, 0), tuple(len(document.getElementsByTagName(name)) for name in ('script', 'a')))
+        self.assertIn('&lt;script&gt;', text)
+        self.assertNotIn('\u202e', text)
+
+
 # ======== 9. API ========
 
 
@@ -6679,6 +6755,7 @@ def example(kind: str, name: str = '') -> Any:
 REQUESTS = {    # route -> parameters and body that differ from what its path, resource and model say
     'update_workflow': {'body': {key: value for key, value in example('@WorkflowModel').items()
                                  if key not in ('env', 'submission_directory', 'dynamic_jobs')}},
+    'create_workflow_from_text': {'body': {'text': 'name: w\njobs: [{name: a, command: x}]', 'name': 'w.yaml', 'directory': '/tmp'}},
     'apply_spec': {'workflow_id': '$idle_workflow'}, 'start_job': {'job_id': '$pending'}, 'complete_job': {'status': 'completed'},
     'retry_job': {'job_id': '$failed', 'max_retries': 3}, 'manage_status_change': {'job_id': '$done', 'status': 'uninitialized'},
     'delete_job': {'job_id': '$ready'}, 'delete_jobs': {'workflow_id': '$idle_workflow'}, 'initialize_jobs': {'workflow_id': '$idle_workflow'},
@@ -6705,6 +6782,7 @@ class LiveTest(ServiceTest):
         super().setUp()
         self.store.copies = unittest.mock.Mock(ask_backup=lambda path: {'id': 1, 'path': path, 'is_done': False})
         self.service.users = unittest.mock.Mock(hashes={}, reload=lambda: 1)
+        self.service.browsers = torc.Browsers('x' * 32)
         self.ids = self.live('here')
         self.others = self.live('there')
 
@@ -7048,7 +7126,8 @@ class MatrixTest(LiveTest):
     WHO = {
         'ping': ALL, 'get_version': ALL, 'get_database': ALL, 'snapshot_database': ALL, 'backup_database': {'server owner'},
         'list_workflows': ALL, 'list_workflow_statuses': ALL,       # each caller's own
-        'create_workflow': ALL - {'anonymous'}, 'create_workflow_from_spec': ALL - {'anonymous'},
+        'create_workflow': ALL - {'anonymous'}, 'create_workflow_from_spec': ALL - {'anonymous'}, 'make_page_key': ALL - {'anonymous'},
+        'create_workflow_from_text': OWNERS,
         'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
         'get_access_group': OWNERS | {'group admin'}, 'list_group_members': OWNERS | {'group admin'},
         'add_user_to_group': OWNERS | {'group admin'}, 'remove_user_from_group': OWNERS | {'group admin'},
@@ -7128,6 +7207,7 @@ OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, Non
     'WorkflowActionModel.failure': (None, 'str'),               # why a run_commands action failed
     **dict.fromkeys(('JobModel.command', 'SpawnJobModel.command'), ('str!', 'command!')),    # the kernel takes none that is longer
     'JobModel.invocation_script': ('str', 'command'),
+    'ComputeNodeModel.output_dir': (None, 'str'),               # where the page finds what its jobs print
     'ComputeNodeModel.identity': (None, 'str'),                 # tells runners on one host apart
     'ComputeNodeModel.reason': (None, 'str'),                   # why its runner left though work was left
     'ComputeNodeModel.lease_s': (None, 'float'),                # how long an unreachable runner keeps its jobs
@@ -7148,7 +7228,8 @@ ADDED_OPERATIONS = set('''
     create_workflow_from_spec apply_spec runner_sync check_changes set_file_times stream_workflow_events stream_api_events get_api_stats
     explain_job explain_workflow list_workflow_statuses get_database snapshot_database backup_database get_dependency_graph
     explain_waiting diagnose_workflow take_submission get_demand store_allocations recover_jobs classify_jobs reset_jobs
-    observe_workflow list_unplanned_jobs replay_completions survey_allocations sync_allocations'''.split())
+    observe_workflow list_unplanned_jobs replay_completions survey_allocations sync_allocations create_workflow_from_text get_graph
+    get_timeline get_job_output make_page_key'''.split())
 
 
 def plain_type(text: str) -> str:
@@ -8411,6 +8492,134 @@ class PasswordServerTest(ServedTest):
             self.assertLogin(login('ann', 'wrong'), 401)
         self.assertEqual([f'refused a request of 127.0.0.1: {text} (401)' for text in (torc.LOG_IN.format('127.0.0.1'), 'user or password is wrong')],
                          [record.getMessage() for record in caught.records])
+
+
+class PageServerTest(WorldTest):
+    """Browsers: keys, sessions, and what they get of jobs' output."""
+    TOKEN = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
+    LIST = '/torc-service/v1/workflows'
+
+    def setUp(self) -> None:
+        super().setUp()
+        silenced(self)
+        self.set_constant('WRONG_PASSWORD_S', 0.05)
+        self.path = self.world.write('users', f"ann:{torc.hash_password(b'open-sesame', 4)}\n")
+        self.users = torc.Users(self.path, 60.0)
+        self.server = ServerThread(self.world.path('torc.db'), self.TOKEN, users=self.users)
+        self.addCleanup(self.server.stop)
+
+    def ask(self, method: str, path: str, value: Any = None, **fields: str) -> Tuple[int, str, Any]:
+        """Status, head and value of an answer; the owner's unless fields say who asks."""
+        fields = fields or {'authorization': f'Bearer {self.TOKEN}'}
+        body = b'' if value is None else value if isinstance(value, bytes) else json.dumps(value).encode()
+        head, _, said = self.server.ask(http_request(method, path, body, **fields)).partition(b'\r\n\r\n')
+        said = said.decode()
+        return statuses(head)[0], head.decode(), json.loads(said) if said[:1] in '{[' else said
+
+    def log_in(self, shown: Any) -> Tuple[int, Dict[str, str]]:
+        """Status of a login, and what a page sends from then on."""
+        status, head, said = self.ask('POST', '/login', shown, origin='http://127.0.0.1')
+        cookie = re.search(r'set-cookie: (torc_\w+=[\w-]+); HttpOnly; SameSite=Strict; Path=/\r\n', head)
+        return status, {'cookie': cookie.group(1), 'torc_session': said['session']} if cookie else {}
+
+    def test_a_key_works_once_and_then_cookie_and_word_together(self) -> None:
+        status, _, said = self.ask('POST', '/torc-service/v1/page_keys')
+        self.assertEqual((200, 401), (status, self.ask('POST', '/torc-service/v1/page_keys', cookie='x=y')[0]))
+        (first, fields), again = self.log_in(said), self.log_in(said)[0]
+        self.assertEqual((200, 401), (first, again))
+        stranger = dict(fields, cookie=fields['cookie'].replace('torc_', 'torc_x'))
+        for shown, wanted in ((fields, 200), (dict(fields, cookie='a=b; ' + fields['cookie']), 200), ({'cookie': fields['cookie']}, 401),
+                              ({'torc_session': fields['torc_session']}, 401), (stranger, 401), (dict(fields, torc_session='é'), 401),
+                              (dict(fields, origin='http://elsewhere'), 403), (dict(fields, sec_fetch_site='cross-site'), 403)):
+            with self.subTest(shown):
+                self.assertEqual(wanted, self.ask('GET', self.LIST, **shown)[0])
+        self.assertEqual((torc.user_name(), True), tuple(self.ask('GET', '/login', **fields)[2][key] for key in ('user', 'is_owner')))
+        self.assertEqual([200, 401], [self.ask('DELETE', '/login', **fields)[0], self.ask('GET', self.LIST, **fields)[0]])
+
+    def test_keys_and_sessions_end(self) -> None:
+        self.set_constant('KEY_LASTS_S', 0.0)
+        self.assertEqual(401, self.log_in(self.ask('POST', '/torc-service/v1/page_keys')[2])[0])
+        self.set_constant('MAX_SESSIONS', 2)
+        ann = {'user': 'ann', 'password': 'open-sesame'}
+        found = [self.log_in(ann)[1] for _ in range(3)]
+        self.assertEqual([401, 200, 200], [self.ask('GET', self.LIST, **fields)[0] for fields in found])
+        self.set_constant('SESSION_LASTS_S', 0.0)
+        self.assertEqual([200, 401], [self.ask('GET', self.LIST, **found[1])[0] for _ in range(2)])
+        self.world.write('users', f"ann:{torc.hash_password(b'another-one', 4)}\n")
+        self.users.reload()
+        self.assertEqual(401, self.ask('GET', self.LIST, **found[2])[0], 'its password was changed')
+
+    def test_who_is_nobody_gets_the_page_a_login_and_nothing_else(self) -> None:
+        for value, wanted in (({'user': 'ann', 'password': 'open-sesame'}, 200), ({'user': 'ann', 'password': 'open-sesam'}, 401), ({'key': ''}, 401),
+                              ({'key': 1}, 400), ([], 400), ({}, 400), (b'{', 400), (b'[' * 4000, 400), ({'key': 'x' * 5000}, 413)):
+            with self.subTest(str(value)[:60]):
+                self.assertEqual(wanted, self.log_in(value)[0])
+        status, head, said = self.ask('GET', '/login', sec_fetch_site='same-origin')
+        self.assertEqual((200, {'program': torc.program_name(), 'has_users': True, 'user': ''}), (status, said))
+        for method, path, wanted in (('POST', '/', 405), ('PUT', '/login', 405), ('DELETE', '/login', 401)):
+            self.assertEqual(wanted, self.ask(method, path, {}, cookie='a=b')[0], (method, path))
+        asked_in_place = [b'www-authenticate' in self.server.ask(http_request('GET', self.LIST, **fields))
+                          for fields in ({}, {'sec_fetch_site': 'same-origin'})]
+        self.assertEqual([True, False], asked_in_place, 'a browser is to show the page, not a question of its own')
+
+    def test_the_page_may_load_nothing_and_run_nothing_else(self) -> None:
+        status, head, page = self.ask('GET', '/', cookie='a=b')
+        policy = re.search(r'content-security-policy: (.*)\r\n', head).group(1)
+        self.assertEqual((200, []), (status, re.findall('unsafe|http:|https:|\\*', policy)))
+        for tag in ('style', 'script'):
+            text = re.search(f'<{tag}>(.*)</{tag}>', page, re.DOTALL).group(1)
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            self.assertIn(f"{tag}-src 'sha256-{digest}'", policy)
+        self.assertEqual({'http://www.w3.org/2000/svg'}, set(re.findall(r'https?://[^\s\'"]+', page)))
+        self.assertNotRegex(page, r'innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|\son\w+=')
+        self.assertIn('x-frame-options: DENY', head)
+
+    def test_output_is_that_of_this_database_and_never_behind_a_link(self) -> None:
+        call = functools.partial(self.ask, 'POST')
+        number = call('/torc-service/v1/workflows', {'name': 'w', 'user': 'u'})[2]['id']
+        job = call('/torc-service/v1/jobs', {'workflow_id': number, 'name': 'a', 'command': 'x'})[2]['id']
+        output = f'/torc-service/v1/jobs/{job}/output'
+        self.assertEqual((404, 'has not run'), (lambda found: (found[0], found[2]['error']['message'][-11:]))(self.ask('GET', output)))
+        database = self.ask('GET', '/torc-service/v1/database')[2]
+        directory = os.path.realpath(self.world.path('out'))
+        os.makedirs(os.path.join(directory, 'job_stdio'))
+        node = call('/torc-service/v1/compute_nodes', {
+            'workflow_id': number, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0,
+            'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True, 'output_dir': directory})[2]
+        self.assertNotIn('output_dir', node)
+        call(f'/torc-service/v1/workflows/{number}/initialize_jobs')
+        call(f'/torc-service/v1/workflows/{number}/claim_next_jobs?limit=1')
+        run = self.ask('GET', f'/torc-service/v1/workflows/{number}')[2]['run_id']
+        self.assertEqual(200, self.ask('PUT', f"/torc-service/v1/jobs/{job}/start_job/{run}/{node['id']}")[0])
+        path = os.path.join(directory, 'job_stdio', f'job_wf{number}_j{job}_r{run}_a1.o')
+
+        def read(query: str = '') -> Any:
+            status, _, said = self.ask('GET', output + query)
+            return (said['offset'], said['size'], base64.b64decode(said['data'])) if status == 200 else status
+        self.assertEqual(404, read(), 'a directory that nobody has taken for this database')
+        torc.write_atomically(os.path.join(directory, torc.OUTPUT_RECORD), json.dumps({'id': 'x' * 32, 'path': 'y'}).encode())
+        self.assertEqual(404, read(), 'that of another database')
+        os.unlink(os.path.join(directory, torc.OUTPUT_RECORD))
+        torc.take_output_dir(directory, database)
+        self.assertEqual(404, read(), 'nothing was written')
+        self.set_constant('MAX_OUTPUT_PIECE_BYTES', 4)
+        self.world.write(path, 'abcdefgh')
+        for query, wanted in (('', (0, 8, b'abcd')), ('?offset=6', (6, 8, b'gh')), ('?offset=99', (8, 8, b'')), ('?offset=-3', (5, 8, b'fgh')),
+                              ('?offset=-99', (0, 8, b'abcd')), ('?stream=stderr', 404), ('?stream=x', 422), ('?run_id=7', 404), ('?attempt_id=1', (0, 8, b'abcd'))):
+            with self.subTest(query):
+                self.assertEqual(wanted, read(query))
+        secret = self.world.write('secret', 'secret')
+        os.unlink(path)
+        os.symlink(secret, path)
+        self.assertEqual(403, read(), 'a link in the place of the file')
+        os.unlink(path)
+        os.mkfifo(path)
+        self.assertEqual(403, read(), 'a pipe')
+        os.unlink(path)
+        os.rename(os.path.join(directory, 'job_stdio'), self.world.path('elsewhere'))
+        os.symlink(self.world.path('elsewhere'), os.path.join(directory, 'job_stdio'))
+        self.world.write(os.path.join('elsewhere', os.path.basename(path)), 'abc')
+        self.assertEqual(403, read(), 'a link on the way')
 
 
 # ======== 10c. Streams ========
@@ -21183,6 +21392,248 @@ class OutputTest(FlowTest):
         self.assertEqual(f'the disk of the output directory {small}/out is full', reason)
 
 
+class Browser:
+    """A headless Chromium, driven by its driver over WebDriver (W3C)."""
+
+    def __init__(self, test: unittest.TestCase) -> None:
+        need('browser', shutil.which('chromedriver') and shutil.which('chromium'), 'chromium and chromium-driver')
+        with socket.socket() as probe:
+            probe.bind(('127.0.0.1', 0))
+            self.port = probe.getsockname()[1]
+        self.home = tempfile.mkdtemp(prefix='torc-browser-')
+        self.process = subprocess.Popen(['chromedriver', f'--port={self.port}'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                        env=dict(os.environ, HOME=self.home))
+        self.session = ''
+        test.addCleanup(self.close)
+        until = time.monotonic() + 20
+        while True:
+            try:
+                self.call('GET', '/status')
+                break
+            except OSError:
+                assert time.monotonic() < until, 'chromedriver did not start'
+                time.sleep(0.05)
+        options = {'args': ['--headless=new', '--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', f'--user-data-dir={self.home}/profile']}
+        wanted = {'browserName': 'chrome', 'goog:chromeOptions': options, 'goog:loggingPrefs': {'browser': 'ALL'}}
+        self.session = '/session/' + self.call('POST', '/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']
+
+    def call(self, method: str, path: str, value: Any = None) -> Any:
+        """A command of WebDriver, and its value."""
+        connection = http.client.HTTPConnection('127.0.0.1', self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, None if value is None else json.dumps(value), {'content-type': 'application/json'})
+            found = json.loads(connection.getresponse().read().decode())['value']
+        if isinstance(found, dict) and 'error' in found and 'message' in found:
+            raise AssertionError(f"{found['error']}: {found['message']}")
+        return found
+
+    def open(self, url: str) -> None:
+        """Load a page."""
+        self.call('POST', self.session + '/url', {'url': url})
+
+    def run(self, script: str, *values: Any) -> Any:
+        """What a script returns."""
+        return self.call('POST', self.session + '/execute/sync', {'script': script, 'args': values})
+
+    def emulate(self, command: str, **values: Any) -> None:
+        """A command of the DevTools protocol."""
+        self.call('POST', self.session + '/goog/cdp/execute', {'cmd': command, 'params': values})
+
+    def show(self, width: int = 1200, scheme: str = 'light') -> None:
+        """A window's width and theme."""
+        self.emulate('Emulation.setDeviceMetricsOverride', width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.emulate('Emulation.setEmulatedMedia', features=[{'name': 'prefers-color-scheme', 'value': scheme}])
+
+    def text(self) -> str:
+        """What is to be read."""
+        return self.run('return document.body.innerText')
+
+    def wait(self, what: str, *values: Any) -> None:
+        """Until an expression is true, or a text, which begins with =, is there."""
+        until = time.monotonic() + 20
+        script = f'return Boolean({what})' if what[:1] != '=' else 'return document.body.innerText.includes(arguments[0])'
+        while not self.run(script, *(values or (what[1:],))):
+            assert time.monotonic() < until, f'{what} is not to be seen in:\n{self.text()}'
+            time.sleep(0.05)
+
+    def press(self, name: str, within: str = 'main') -> None:
+        """Press a button or follow a link, by its words."""
+        script = ('const found = [...document.querySelectorAll(arguments[1] + " button, " + arguments[1] + " a")].find(one => '
+                  'one.textContent === arguments[0] && !one.hidden); if (found) found.click(); return Boolean(found)')
+        until = time.monotonic() + 20
+        while not self.run(script, name, within):
+            assert time.monotonic() < until, f'there is no {name} to press in:\n{self.text()}'
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End it and its driver."""
+        if self.session:
+            with contextlib.suppress(OSError, AssertionError):
+                self.call('DELETE', self.session)
+        self.process.terminate()
+        self.process.wait(20)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+@slow
+class PageTest(FlowTest):
+    """The page of a server in a real browser."""
+    HOSTILE = '<script>window.harm=1</script>\u202ejavascript:alert(1)'
+    SPEC = """
+        name: "study %s"
+        resource_requirements: [{name: small, num_cpus: 1, memory: 100m, runtime: PT5M}]
+        files: [{name: data, path: data.txt}]
+        jobs:
+          - {name: prepare, command: "echo ready > data.txt; printf 'plain \\\\033[31mred\\\\033[0m \\\\033]0;title\\\\007 <b>bold</b>\\\\n'", output_files: [data], resource_requirements: small}
+          - {name: "work_{i}", command: "test {i} != 3", parameters: {i: "1:5"}, depends_on: [prepare], input_files: [data], resource_requirements: small}
+          - {name: last, command: "echo begun; until [ -e go ]; do sleep 0.05; done; echo ended", depends_on: [work_1], resource_requirements: small}
+          - {name: never, command: "true", depends_on: [work_3], resource_requirements: small}
+        """
+    # What a view shows, and an address.
+    VIEWS = (
+        ('', '=study'), ('new', '=Paste a workflow file'), ('w/1', '=What failed, and why'), ('w/1/jobs', '=8 jobs'),
+        ('w/1/jobs?status%3Afailed', '=1 job'), ('w/1/graph', "document.querySelector('svg .box')"),
+        ('w/1/timeline', "document.querySelectorAll('svg a rect').length > 5"), ('w/1/resources', '=Peak memory'), ('w/1/slurm', '=None was submitted'),
+        ('w/1/events', '=work_3'), ('j/1', '=plain red'))
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.browser = Browser(self)
+
+    def begin(self) -> None:
+        """A server and a runner at work, and the page of their workflow."""
+        self.world.serve()
+        self.assertExit(0, self.world.main('create', self.world.write('w.yaml', textwrap.dedent(self.SPEC) % self.HOSTILE)))
+        self.runner = self.world.start('run', 1, '-p', 0.1)
+        self.client = self.world.connect()
+        self.addCleanup(self.client.close)
+        self.world.wait(lambda: {job['name']: job['status'] for job in self.client.list_jobs(workflow_id=1)['items']}['last'] == 'running' and
+                        self.client.list_jobs(workflow_id=1, status='failed')['items'], 30, 'the jobs', [self.runner])
+        self.log_in()
+
+    def log_in(self) -> None:
+        """As a user does: by the address that `open` prints."""
+        self.address = self.assertExit(0, self.world.main('open', '--no-browser')).out.strip()
+        self.browser.open(self.address)
+        self.browser.wait('=Workflows')
+        self.browser.wait("!document.getElementById('out').hidden")
+
+    def go(self, path: str) -> None:
+        """Another view."""
+        self.browser.run("location.hash = '#/' + arguments[0]", path)
+
+    def assertClean(self) -> None:
+        """Nothing went wrong in the browser, nothing came from elsewhere, and no text was obeyed."""
+        self.assertEqual([], [row['message'] for row in self.browser.call('POST', self.browser.session + '/se/log', {'type': 'browser'})])
+        self.assertEqual([], self.browser.run('return performance.getEntriesByType("resource").map(one => one.name).filter(name => '
+                                              '!name.startsWith(location.origin))'))
+        self.assertFalse(self.browser.run('return Boolean(window.harm)'))
+
+    def test_all_views_in_both_themes_and_three_widths(self) -> None:
+        axe = os.environ.get('TORC_TEST_AXE', '')
+        need('axe', axe, 'axe-core, and its path in TORC_TEST_AXE')
+        self.begin()
+        self.assertNotIn('key', self.browser.run('return location.href'), 'what worked once stays in no history')
+        for scheme, width in (('light', 1200), ('dark', 320), ('light', 3840)):
+            self.browser.show(width, scheme)
+            for path, wanted in self.VIEWS:
+                with self.subTest(path, width=width):
+                    self.go(path)
+                    self.browser.wait(wanted)
+                    self.assertEqual('', self.browser.run('return document.getElementById("said").textContent'))
+                    self.assertLessEqual(self.browser.run('return document.documentElement.scrollWidth'), width)
+                    if width != 3840:
+                        self.assertEqual([], self.find_barriers(axe))
+        self.assertClean()
+
+    def find_barriers(self, axe: str) -> List[Any]:
+        """What axe-core finds serious: barriers for those who see or move otherwise."""
+        self.browser.run(read_text(axe) + '; window.axe = axe')
+        script = ('const done = arguments[0]; axe.run().then(found => done(found.violations.filter(one => ["serious", "critical"].includes(one.impact))'
+                  '.map(one => [one.id, one.nodes[0].html.slice(0, 200)])))')
+        return self.browser.call('POST', self.browser.session + '/execute/async', {'script': script, 'args': []})
+
+    def test_names_and_output_are_text_and_a_job_is_followed_to_its_end(self) -> None:
+        self.begin()
+        self.browser.wait('=<script>window.harm=1</script><U+202E>javascript:alert(1)')
+        self.go('j/1')
+        self.browser.wait('=plain red ␛]0;title␇ <b>bold</b>')
+        self.assertEqual('red', self.browser.run('return document.querySelector("pre .f1").textContent'))
+        self.go('j/7')
+        self.browser.wait('=begun')
+        self.browser.wait('=▶')
+        self.world.write('go', '')
+        self.browser.wait('=ended')
+        self.browser.wait('=✓')
+        self.assertClean()
+
+    def test_actions_show_what_they_would_do_and_do_it(self) -> None:
+        self.begin()
+        self.world.write('go', '')
+        self.assertEqual(1, self.runner.finish(30).code)
+        self.go('w/1')
+        self.browser.wait('=ended, and not all of it is good')
+        self.browser.press('Retry what failed')
+        self.browser.wait('=work_3 (failed)')
+        self.browser.wait('=never (canceled)')
+        self.browser.press('Close', 'dialog')
+        self.browser.wait('!document.querySelector("dialog")')
+        self.assertEqual('failed', self.client.get_job(4)['status'])
+        self.browser.press('Retry what failed')
+        self.browser.press('Retry what failed', 'dialog')
+        self.browser.wait('=Ready to run again')
+        self.assertEqual(['ready', 'blocked'], [self.client.get_job(number)['status'] for number in (4, 8)])
+        self.go('j/4')
+        self.browser.wait('document.getElementById("priority")')
+        self.browser.run('document.getElementById("priority").value = 7')
+        self.browser.press('Set')
+        self.browser.wait('=Its priority is changed')
+        self.assertEqual(7, self.client.get_job(4)['priority'])
+        self.go('w/1')
+        for name, field in (('Cancel', 'is_canceled'), ('Archive', 'is_archived')):
+            self.browser.press(name)
+            self.browser.press(name, 'dialog')
+            self.world.wait(lambda: self.client.get_workflow(1)[field], 20, field)
+        self.browser.press('Delete')
+        self.browser.press('Delete', 'dialog')
+        self.world.wait(lambda: not self.client.list_workflows()['items'], 20, 'the end of the workflow')
+        self.assertClean()
+
+    def test_a_workflow_is_made_from_text_and_its_errors_have_places(self) -> None:
+        self.world.serve('-d', 'torc_output/torc.db')
+        self.log_in()
+        self.go('new')
+        self.browser.wait('document.getElementById("text")')
+        for text, wanted in (('name: w\njobs:\n  - {name: a, comand: x}\n', "=line 3, column 15: job 'a': unknown field 'comand', did you mean 'command'?"), ('name: w\njobs: [{name: a, command: "true"}]\n', '=1 job: nothing')):
+            self.browser.run('document.getElementById("text").value = arguments[0]', text)
+            self.browser.press('Check')
+            self.browser.wait(wanted)
+        self.browser.press('Create')
+        self.browser.wait('=Workflow is not started')
+        with self.world.connect() as client:
+            self.assertEqual(self.world.path(), client.get_workflow(1)['submission_directory'])
+
+    def test_a_page_without_a_session_shows_how_to_get_one_and_a_server_that_comes_back_is_seen(self) -> None:
+        self.world.serve()
+        self.assertExit(0, self.world.main('create', self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')))
+        self.log_in()
+        self.go('w/1')
+        self.browser.wait('=live')
+        self.browser.press('Log out', 'header')
+        self.browser.wait('=You are logged out')
+        self.browser.open(self.address)
+        self.browser.wait('=this key was used')
+        self.log_in()
+        self.go('w/1')
+        self.browser.wait('=live')
+        port = int(self.world.url.split(':')[2].split('/')[0])
+        self.world.server.kill()
+        self.browser.wait('=the server is away')
+        self.world.serve('--port', port)
+        self.browser.wait('=Log in')
+        self.browser.wait('=not logged in')
+
+
 # ======== Faults: programs killed in the middle of their work ========
 #
 # Each of these tests has two sizes: the suite takes the small one, and `python3 test_torc.py faults [PATTERN...]` the
@@ -21855,7 +22306,7 @@ for _way in LOSSES_OF_ALLOCATIONS:
 
 RULER = re.compile(r'# =+ +(?:(\w+)\. )?(\S.*?)(?:: (.*?))? +=+\s*$')
 TOP_LEVEL = {'torc.py', 'test_torc.py', 'examples', 'README.md', 'LICENSE'}
-APPENDICES = {'PLOT_PAGE'}       # a constant that may stand below its users, so that Python reads on without it
+APPENDICES = {'PLOT_PAGE', 'PAGE_STYLE', 'DRAW_SCRIPT', 'APP_SCRIPT', 'PAGE'}       # a constant that may stand below its users, so that Python reads on without it
 
 # Functions that may say `except Exception`: borders between a bug and the rest of a long-lived process.
 BORDERS = {
@@ -21872,12 +22323,13 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 31616
+TORC_LINES = 33159
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
     'RoomTest.test_without_descriptors_it_neither_ends_nor_spins': 'could spin so long',
     'CrowdTest.test_six_hundred_runners_that_poll_are_served_beside_two_hundred_half_requests.poll': 'between two requests',
+    'Browser.__init__': 'between two looks', 'Browser.wait': 'between two looks', 'Browser.press': 'between two looks',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'FaultTest.pause': 'until a moment that chance decides', 'FaultTest.be_away': 'longer than a lease',
     'ClusterFaultTest.test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies': 'until the next kill, or the end',
@@ -22259,7 +22711,7 @@ class CommandExampleLaws(WorldTest):
           - {name: bad, command: exit 1, depends_on: [greet]}
         """
     # Run by other tests: they need, or are, a server, or go on until a workflow is complete.
-    SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch',
+    SERVED = ('serve', 'ping', 'open', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch',
               *(row.name for row in torc.COMMANDS if row.name.startswith('remote ') and row.name != 'remote list-workers'))     # hosts
 
     # What has to be so for an example alone: a job whose failure is undecided.

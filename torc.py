@@ -42,6 +42,7 @@ Sections (grep '^# ==' torc.py):
     8h. Administration
     8i. Ad-hoc SQL
     8j. Recovery rules
+    8k. Drawings
     9. API
     9a. Routes
     10. State files
@@ -121,6 +122,7 @@ import functools
 import gc
 import glob
 import hashlib
+import heapq
 import hmac
 import importlib
 import io
@@ -173,8 +175,8 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass, py_compile, ssl, tarfile, zlib = map(LateModule, (
-    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile', 'ssl', 'tarfile', 'zlib'))
+csv, ctypes, decimal, difflib, getpass, py_compile, ssl, tarfile, webbrowser, zlib = map(LateModule, (
+    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile', 'ssl', 'tarfile', 'webbrowser', 'zlib'))
 futures, http_client = LateModule('concurrent.futures'), LateModule('http.client')
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
@@ -472,6 +474,9 @@ class Problem(Row):
     def __str__(self) -> str:
         place = ':'.join(str(part) for part in (self.path, self.line, self.column) if part)
         return f'{place}: {self.message}' if place else self.message
+
+
+PROBLEMS_SHOWN = 20
 
 
 class BadInput(TorcError):
@@ -4700,7 +4705,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -4826,7 +4831,8 @@ CREATE TABLE compute_node (
     peak_memory_bytes   INTEGER,
     avg_memory_bytes    INTEGER,
     identity            TEXT,                           -- of the runner's process: boot id, start ticks
-    lease_s             REAL                            -- silent for longer, the node is lost; NULL: never
+    lease_s             REAL,                           -- silent for longer, the node is lost; NULL: never
+    output_dir          TEXT                            -- of its jobs, on its host
 );
 CREATE INDEX compute_node_of ON compute_node (workflow_id);
 CREATE INDEX compute_node_active ON compute_node (lease_s) WHERE is_active = 1;
@@ -5226,7 +5232,7 @@ PRAGMAS = (
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 MAX_PARAMETERS = 999                # of a statement, before SQLite 3.32
 RESCUED_END = '.rescued'            # of a copy of a database that was lost while it was in use
-PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'slurm_job', 'is_implicit', 'memory_bytes', 'runtime_s',
+PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'output_dir', 'slurm_job', 'is_implicit', 'memory_bytes', 'runtime_s',
                              'is_current', 'is_interrupted', 'is_reported', 'identifier', 'request',
                              'requested_by', 'is_system', 'is_run_zero', 'is_declared', 'submission',
                              'made_for', 'submit_after', 'gate_set_id', 'wait_set_id'])
@@ -5751,6 +5757,7 @@ class Service:
         self.store = store
         # A server's Users: callers have names then, and groups are managed by those who may.
         self.users = None                   # type: Any
+        self.browsers = None                # type: Any  # of the server: keys and sessions
         # others than administrators see their own and their groups' workflows only
         self.enforces_access = False
         self.allows_sql = self.allows_sql_writes = True     # ad-hoc SQL, and such that changes something
@@ -6629,6 +6636,23 @@ def create_workflow_from_spec(context: Context, body: Values) -> Values:
             refuse_cycles(context, workflow_id)
     return {'workflow_id': workflow_id, 'workflow_name': body['workflow']['name'],
             'job_count': len(body['jobs'])}
+
+
+def create_workflow_from_text(context: Context, body: Values, dry_run: bool = False) -> Values:
+    """Make a workflow from the text of a file, as `create` does, or say what it would make. Relative paths
+    start in `directory`. For administrators: a file may name others, which are read as this server's user.
+    """
+    check_admin(context)
+    directory = body.get('directory') or os.getcwd()
+    try:
+        plan = read_plan(read_document(body['text'].encode(), body.get('name') or ''), directory)
+    except BadInput as error:
+        error.details['problems'] = [problem._asdict() for problem in error.problems[:PROBLEMS_SHOWN]]
+        raise
+    plan.body['workflow'].update(user=context.caller or user_name(), submission_directory=directory)
+    if not dry_run:
+        return create_workflow_from_spec(context, complete_plan(plan, False).body)
+    return {'summary': plan.summary, 'warnings': [str(warning) for warning in plan.warnings]}
 
 
 @contextlib.contextmanager
@@ -8633,15 +8657,22 @@ WORKFLOW_STATES = (     # the first of which there is a job; a workflow without 
     ('uninitialized', (UNINITIALIZED,)), ('failed', BAD), ('completed', FINISHED))
 
 
-def list_workflow_statuses(context: Context, ids: Ids) -> Values:
-    """State of workflows in one word, by id; without those that do not exist or the caller may not see."""
+def list_workflow_statuses(context: Context, ids: Ids, counts: bool = False) -> Values:
+    """State of workflows in one word, by id; without those that do not exist or the caller may not see. With
+    `counts` also how many jobs of each status there are.
+    """
     form = "WHEN EXISTS (SELECT 1 FROM job WHERE workflow_id = workflow.id AND status IN {}) THEN '{}'"
     cases = ' '.join(form.format(sql_list(codes), word) for word, codes in WORKFLOW_STATES)
     case = f"CASE WHEN is_canceled THEN 'canceled' {cases} ELSE 'uninitialized' END"
     rows = rows_by_ids(context, f'SELECT id, {case} FROM workflow WHERE id IN', ids)
     if is_limited(context):
         rows = [row for row in rows if may_use(context, row[0], context.caller)]
-    return {'statuses': {str(workflow_id): word for workflow_id, word in rows}}
+    answer = {'statuses': {str(workflow_id): word for workflow_id, word in rows}}      # type: Values
+    if counts:
+        sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status'
+        answer['counts'] = {str(row[0]): {STATUS_NAMES[status]: number
+                                          for status, number in context.rows(sql, row[:1])} for row in rows}
+    return answer
 
 
 # -------- jobs that make jobs --------
@@ -10050,7 +10081,7 @@ def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Va
     return {'deleted_count': count, 'message': message}
 
 
-# ======== 8h. Administration: access groups, the server itself, and event streams ========
+# ======== 8h. Administration: access groups, the server itself, output of jobs, and event streams ========
 #
 # Who is in which group, and which groups may use which workflow; the rules that these serve stand in section
 # 8. Then what a server says of itself, and what may be subscribed to.
@@ -10294,18 +10325,66 @@ def backup_database(context: Context, body: Values) -> Any:
 
 # -------- streams --------
 
+def make_page_key(context: Context) -> Values:
+    """A key that logs a browser in as the caller, once, within a minute."""
+    browsers = context.service.browsers
+    if context.caller == ANONYMOUS and not context.is_owner:
+        raise Denied('log in first: who asks is not known')
+    if browsers is None:
+        raise Refused('a page needs a server: `serve` starts one')
+    return {'key': browsers.make_key(context.caller, context.is_owner)}
+
+
+class JobOutput(Row):
+    """Where an attempt's stdout or stderr is, and which part of it is wanted."""
+    directory: str
+    names: Sequence[str]        # of the file, whatever the stdio mode was
+    database: Values            # that the directory must belong to
+    offset: int
+
+
+def get_job_output(context: Context, job_id: int, run_id: int = 0, attempt_id: int = 0,
+                   stream: str = 'stdout', offset: int = 0) -> JobOutput:
+    """What a job has printed, in its newest attempt unless one is named. An offset below 0 counts from the end.
+
+    Only what its runner has said to be its output directory is looked into.
+    """
+    if stream not in ('stdout', 'stderr'):
+        raise BadInput(f'stream: {printable(stream)!r} is neither stdout nor stderr', field='stream')
+    job = get_row(context, 'job', job_id)
+    attempts = context.rows(
+        'SELECT run_id, attempt_id, compute_node_id FROM result WHERE job_id = ? ORDER BY id', (job_id,))
+    if STATUSES[STATUS_CODES[job['status']]].is_active:
+        run = context.value('SELECT run_id FROM workflow WHERE id = ?', (job['workflow_id'],))
+        attempts.append((run, job['attempt_id'], job['compute_node_id']))
+    found = [row for row in attempts if run_id in (0, row[0]) and attempt_id in (0, row[1])]
+    if not found:
+        raise NotFound(f"job {printable(job['name'])} has no such attempt" if attempts else
+                       f"job {printable(job['name'])} has not run")
+    run, attempt, node_id = found[-1]
+    directory = context.value('SELECT output_dir FROM compute_node WHERE id = ?', (node_id,))
+    if not directory:
+        raise NotFound('where its runner has put its output is not known: `logs` finds it')
+    names = (stdio_names(job['workflow_id'], job_id, run, attempt, mode)[stream == 'stderr']
+             for mode in STDIO_MODES)
+    return JobOutput(directory, tuple(dict.fromkeys(filter(None, names))), get_database(context), offset)
+
+
 class Subscription(Row):
     """What the reader of a stream wants to hear."""
     subject: Any        # id of a workflow, or one of API_SUBJECTS
     least: int          # index in SEVERITIES
+    pause_s: float = 0.0    # after what was sent, so that the next piece holds more
 
 
 API_SUBJECTS = ('api', 'api with bodies')
 
 
-def stream_workflow_events(context: Context, workflow_id: int, level: str = 'info') -> Subscription:
+def stream_workflow_events(context: Context, workflow_id: int, level: str = 'info',
+                           pause_ms: int = 0) -> Subscription:
     """What happens to a workflow from now on; of an unknown level: info."""
-    return Subscription(workflow_id, SEVERITIES.index(level if level in SEVERITIES else 'info'))
+    least = SEVERITIES.index(level if level in SEVERITIES else 'info')
+    return Subscription(workflow_id, least, max(0, min(pause_ms, 1000)) / 1000)
 
 
 def stream_api_events(context: Context, include_bodies: bool = False) -> Subscription:
@@ -10960,6 +11039,328 @@ def move_files(context: Context, old: str, new: str) -> None:
                 context.run(f'UPDATE workflow SET {column} = ? WHERE id = ?', (moved, workflow_id))
 
 
+# ======== 8k. Drawings: the graph and the timeline of a workflow ========
+#
+# Both are shapes: [tag, attributes, text or shapes], as SVG names them. The page draws them; format_svg() makes
+# files of them. Jobs of one kind (alike but for the numbers in their names) are one node of the graph, with
+# how many there are; who wants to see them opens it. A timeline has a lane for each compute node.
+
+MOST_NODES = 80             # of a graph; beyond, jobs of one kind are one node wherever they stand
+MOST_OPENED = 100           # jobs of a node that is opened
+MOST_ATTEMPTS = 2000        # of a timeline; beyond, it shows how many ran
+BOX_WIDTH, BOX_HEIGHT, COLUMN_WIDTH, ROW_HEIGHT = 190, 44, 260, 56
+LANE_LEFT, LANE_WIDTH, TIMELINE_WIDTH = 150, 800, 970
+LANE_PARTS = 200            # of the time, in which those that ran are counted
+LABEL_LENGTH = 26
+TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
+Shape = List[Any]
+
+
+class GraphNode:
+    """Jobs, or files, that are drawn as one."""
+
+    def __init__(self, label: str, layer: float, first_id: int = 0) -> None:
+        self.label = label
+        self.layer = layer              # the lowest of its jobs
+        self.first_id = first_id        # of its first job; 0: it is of files
+        self.counts = collections.Counter()     # type: Dict[str, int]  # by status; of files: 'files'
+        self.place = (0, 0)             # of its left upper corner
+
+
+def kind_of_name(name: str) -> str:
+    """What the names of one kind have in common: 'work_#' of 'work_17'."""
+    return re.sub('[0-9]+', '#', name)
+
+
+def shorten_middle(text: str, most: int = LABEL_LENGTH) -> str:
+    """Text with its middle left out, if it is longer."""
+    return text if len(text) <= most else f'{text[:most // 2]}…{text[most // 2 - most + 1:]}'
+
+
+def layers_of_jobs(job_ids: Ids, set_numbers: Ids, sets: Sequence[Ids]) -> Dict[int, int]:
+    """How many jobs, at most, are in line before each job: 0 for those that wait for nothing."""
+    waiting, sets_of = collections.defaultdict(list), collections.defaultdict(list)  # type: Any, Any
+    for job_id, number in zip(job_ids, set_numbers):
+        waiting[number].append(job_id)
+    for number, members in enumerate(sets):
+        for job_id in members:
+            sets_of[job_id].append(number)
+    left, layers = [len(members) for members in sets], {}   # type: List[int], Dict[int, int]
+    ready = [(job_id, 0) for number, members in enumerate(sets) if not members for job_id in waiting[number]]
+    while ready:
+        job_id, layers[job_id] = ready.pop()
+        for number in sets_of[job_id]:
+            left[number] -= 1
+            if not left[number]:
+                layer = 1 + max(layers[member] for member in sets[number])
+                ready += [(waiter, layer) for waiter in waiting[number]]
+    return layers
+
+
+class Graph:
+    """A workflow's jobs and dependencies, drawn together where they are alike."""
+
+    def __init__(self, context: Context, workflow_id: int, opened: str) -> None:
+        self.context, self.workflow_id = context, workflow_id
+        self.known = get_dependency_graph(context, workflow_id)
+        self.names = dict(zip(self.known['job_ids'], self.known['job_names']))
+        self.layers = layers_of_jobs(*(self.known[key] for key in ('job_ids', 'set_numbers', 'sets')))
+        self.nodes = {}         # type: Dict[Any, GraphNode]
+        self.key_of = {}        # type: Dict[int, Any]  # of a job -> of its node
+        self.edges = collections.Counter()      # type: Dict[Tuple[Any, Any], int]  # dependencies
+        self.bundle(opened)
+        self.connect()
+
+    def bundle(self, opened: str) -> None:
+        """Put jobs together: those of a kind and layer; if that makes too many nodes, those of a kind."""
+        kinds = {job_id: kind_of_name(name) for job_id, name in self.names.items()}
+        keys = {job_id: (kind, self.layers[job_id]) for job_id, kind in kinds.items()}  # type: Dict[int, Any]
+        if len(set(keys.values())) > MOST_NODES:
+            common = dict(collections.Counter(kinds.values()).most_common(MOST_NODES - 1))
+            keys = {job_id: kind if kind in common else 'others' for job_id, kind in kinds.items()}
+        keys.update((job_id, job_id) for job_id in
+                    [job_id for job_id, kind in kinds.items() if kind == opened][:MOST_OPENED])
+        for job_id, status in self.context.rows(
+                'SELECT id, status FROM job WHERE workflow_id = ? ORDER BY id', (self.workflow_id,)):
+            key = self.key_of[job_id] = keys[job_id]
+            if key not in self.nodes:
+                self.nodes[key] = GraphNode(key if isinstance(key, str) else kinds[job_id],
+                                            self.layers[job_id], job_id)
+            node = self.nodes[key]
+            node.counts[STATUS_NAMES[status]] += 1
+            node.layer = min(node.layer, self.layers[job_id])
+        for node in self.nodes.values():
+            if sum(node.counts.values()) == 1:
+                node.label = self.names[node.first_id]
+
+    def connect(self) -> None:
+        """Count the dependencies between nodes."""
+        waiting = [collections.Counter() for _ in self.known['sets']]   # type: List[Dict[Any, int]]
+        for job_id, number in zip(self.known['job_ids'], self.known['set_numbers']):
+            waiting[number][self.key_of[job_id]] += 1
+        for members, waiters in zip(self.known['sets'], waiting):
+            makers = collections.Counter(self.key_of[job_id] for job_id in members)
+            for (one, count), (other, number) in itertools.product(makers.items(), waiters.items()):
+                if one != other:
+                    self.edges[one, other] += count * number
+
+    def add_files(self, noun: str, column: str) -> None:
+        """Files, or user data, that jobs make or use, between them."""
+        rows = {way: self.context.rows(
+            f'SELECT job_id, item.{column} FROM job_{way}_{noun} JOIN {noun} item ON item.id = {noun}_id '
+            'WHERE workflow_id = ?', (self.workflow_id,)) for way in ('output', 'input')}
+        names = collections.defaultdict(set)    # type: Dict[Any, Set[str]]
+        for way, pairs in rows.items():
+            for job_id, name in pairs:
+                key, job = (noun, kind_of_name(name)), self.key_of[job_id]
+                layer = self.layers[job_id] + (0.5 if way == 'output' else -0.5)
+                node = self.nodes.setdefault(key, GraphNode(key[1], layer))
+                node.layer = max(node.layer, layer) if way == 'output' else node.layer
+                names[key].add(name)
+                self.edges[(job, key) if way == 'output' else (key, job)] += 1
+        for key, found in names.items():
+            self.nodes[key].counts['files' if noun == 'file' else 'user data'] = len(found)
+            self.nodes[key].label = min(found) if len(found) == 1 else key[1]
+
+    def lay_out(self) -> Tuple[int, int]:
+        """Place the nodes: a column for each layer, in it each near what it waits for. Width and height."""
+        columns = collections.defaultdict(list)     # type: Dict[float, List[Any]]
+        for key, node in self.nodes.items():
+            columns[node.layer].append(key)
+        before = collections.defaultdict(list)      # type: Dict[Any, List[Any]]
+        for one, other in self.edges:
+            before[other].append(one)
+        rows = {}       # type: Dict[Any, int]
+        for number, layer in enumerate(sorted(columns)):
+            above = {key: [rows[one] for one in before[key] if one in rows] for key in columns[layer]}
+            middle = {key: sum(found) / max(1, len(found)) for key, found in above.items()}
+            for row, key in enumerate(sorted(columns[layer], key=middle.__getitem__)):
+                rows[key] = row
+                self.nodes[key].place = 10 + number * COLUMN_WIDTH, 10 + row * ROW_HEIGHT
+        return (len(columns) * COLUMN_WIDTH - COLUMN_WIDTH + BOX_WIDTH + 20 if columns else 20,
+                10 + ROW_HEIGHT * max(map(len, columns.values()), default=0))
+
+    def shapes(self) -> List[Shape]:
+        """Edges first, so that nodes lie above them."""
+        return [*(self.draw_edge(*pair) for pair in self.edges.items()),
+                *(self.draw_node(node) for node in self.nodes.values())]
+
+    def draw_edge(self, ends: Tuple[Any, Any], count: int) -> Shape:
+        """A curve from node to node, and how many dependencies it stands for."""
+        (x1, y1), (x2, y2) = (self.nodes[key].place for key in ends)
+        x1, y1, y2 = x1 + BOX_WIDTH, y1 + BOX_HEIGHT // 2, y2 + BOX_HEIGHT // 2
+        bend = max(30, abs(x2 - x1) // 2)
+        curve = f'M{x1},{y1} C{x1 + bend},{y1} {x2 - bend},{y2} {x2},{y2}'
+        place = {'x': (x1 + x2) // 2, 'y': (y1 + y2) // 2 - 4, 'text-anchor': 'middle'}
+        number = [['text', place, f'{count:,}']] if count > 1 else []
+        return ['g', {}, [['path', {'class': 'edge', 'd': curve}, ''], *number]]
+
+    def draw_node(self, node: GraphNode) -> Shape:
+        """A box with its name, how many there are, and the parts of each status."""
+        (x, y), total = node.place, sum(node.counts.values())
+        words = ', '.join(f'{number:,} {name}' for name, number in node.counts.items())
+        below = words if total > 1 else next(iter(node.counts))
+        box = {'class': 'box', 'x': x, 'y': y, 'width': BOX_WIDTH, 'height': BOX_HEIGHT, 'rx': 4}
+        inside = [['rect', box, ''], ['title', {}, f'{node.label}: {words}'],
+                  ['text', {'class': 'label', 'x': x + 8, 'y': y + 17}, shorten_middle(node.label)],
+                  ['text', {'x': x + 8, 'y': y + 33}, shorten_middle(below, 30)]]
+        left = float(x)
+        for name, number in node.counts.items():
+            width = BOX_WIDTH * number / total
+            inside.append(['rect', {'class': f's-{name}', 'x': round(left, 1), 'y': y + BOX_HEIGHT - 5,
+                                    'width': round(width, 1), 'height': 5}, ''])
+            left += width
+        if not node.first_id:
+            return ['g', {}, inside]
+        kind = urllib.parse.quote(kind_of_name(node.label), safe='')
+        to = f'#/j/{node.first_id}' if total == 1 else f'#/w/{self.workflow_id}/graph?open%3D{kind}'
+        return ['a', {'href': to, 'data-key': to}, inside]
+
+
+def get_graph(context: Context, workflow_id: int, open: str = '', files: bool = False) -> Values:
+    """A workflow's graph as a drawing, and as nodes and edges. The jobs of the kind `open` are single nodes."""
+    workflow_state(context, workflow_id)
+    graph = Graph(context, workflow_id, open)
+    if files:
+        graph.add_files('file', 'path')
+        graph.add_files('user_data', 'name')
+    width, height = graph.lay_out()
+    numbers = {key: number for number, key in enumerate(graph.nodes)}
+    total = sum(len(graph.known['sets'][number]) for number in graph.known['set_numbers'])
+    return {'title': f"{counted(len(graph.names), 'job')}, {total:,} dependencies",
+            'width': width, 'height': height, 'shapes': graph.shapes(),
+            'nodes': [{'name': node.label, 'layer': node.layer, 'counts': dict(node.counts)}
+                      for node in graph.nodes.values()],
+            'edges': [[numbers[one], numbers[other], count] for (one, other), count in graph.edges.items()]}
+
+
+# -------- the timeline --------
+
+class TimelineAttempt(Row):
+    """An attempt as a timeline shows it."""
+    node_id: int
+    begin: float
+    end: float
+    status: str
+    name: str
+    job_id: int
+
+
+def attempts_of(context: Context, workflow_id: int) -> List[TimelineAttempt]:
+    """All attempts of a workflow that have ended or run, by their begin."""
+    rows = context.rows(
+        'SELECT result.compute_node_id, completion_time, exec_time_minutes, result.status, job.name, job_id '
+        'FROM result JOIN job ON job.id = job_id WHERE result.workflow_id = ?', (workflow_id,))
+    found = []
+    for node_id, text, minutes, status, name, job_id in rows:
+        end = parse_time(text)
+        found.append(TimelineAttempt(node_id, end - 60 * minutes, end, STATUS_NAMES[status], name, job_id))
+    now = context.now()
+    found += [TimelineAttempt(node_id, parse_time(text), now, 'running', name, job_id)
+              for node_id, text, name, job_id in context.rows(
+                  'SELECT compute_node_id, start_time, name, id FROM job WHERE workflow_id = ? '
+                  'AND status = ? AND compute_node_id IS NOT NULL AND start_time IS NOT NULL',
+                  (workflow_id, RUNNING))]
+    return sorted(found, key=operator.attrgetter('begin'))
+
+
+def pack(attempts: Sequence[TimelineAttempt]) -> Tuple[List[int], int]:
+    """A row for each attempt, in which nothing else runs at its time; how many rows there are."""
+    ends, free, rows = [], [], []       # type: List[Tuple[float, int]], List[int], List[int]
+    for attempt in attempts:
+        while ends and ends[0][0] <= attempt.begin:
+            heapq.heappush(free, heapq.heappop(ends)[1])
+        rows.append(heapq.heappop(free) if free else len(ends))
+        heapq.heappush(ends, (attempt.end, rows[-1]))
+    return rows, max(rows, default=-1) + 1
+
+
+def count_running(attempts: Sequence[TimelineAttempt], begin: float, span_s: float) -> List[float]:
+    """How many attempts ran, on the average, in each of LANE_PARTS parts of a time."""
+    part_s, found = span_s / LANE_PARTS, [0.0] * LANE_PARTS
+    for attempt in attempts:
+        first, last = ((when - begin) / part_s for when in (attempt.begin, attempt.end))
+        for part in range(int(first), min(LANE_PARTS - 1, int(last)) + 1):
+            found[part] += min(last, part + 1) - max(first, part)
+    return found
+
+
+def draw_lane(attempts: Sequence[TimelineAttempt], top: int,
+              x: Callable[[float], float]) -> Tuple[List[Shape], int]:
+    """The attempts of a node one by one, and the lane's height."""
+    rows, count = pack(attempts)
+    height = 16 if count <= 8 else 6 if count <= 40 else 3
+    shapes = []     # type: List[Shape]
+    for one, row in zip(attempts, rows):
+        box = {'class': f's-{one.status}', 'x': round(x(one.begin), 2), 'y': top + row * height,
+               'width': round(max(1.0, x(one.end) - x(one.begin)), 2), 'height': height - 1}
+        words = f'{one.name}: {one.status}, {format_elapsed(one.end - one.begin)}'
+        shapes.append(['a', {'href': f'#/j/{one.job_id}'}, [['rect', box, ''], ['title', {}, words]]])
+    return shapes, max(18, count * height)
+
+
+def draw_load(counts: Sequence[float], top: int) -> Tuple[List[Shape], int]:
+    """How many attempts ran over time, as a curve; the lane's height."""
+    most = max(1.0, *counts)
+    step = LANE_WIDTH / LANE_PARTS
+    points = ' '.join(f'{LANE_LEFT + (part + 0.5) * step:.1f},{top + 56 - 54 * count / most:.1f}'
+                      for part, count in enumerate(counts))
+    return [['polyline', {'class': 's-running', 'points': points}, ''],
+            ['text', {'x': LANE_LEFT + LANE_WIDTH + 4, 'y': top + 12}, f'{most:.0f} at once']], 58
+
+
+def get_timeline(context: Context, workflow_id: int) -> Values:
+    """Which jobs ran on which compute node when, as a drawing."""
+    workflow_state(context, workflow_id)
+    attempts = attempts_of(context, workflow_id)
+    names = dict(context.rows('SELECT id, hostname FROM compute_node WHERE workflow_id = ?', (workflow_id,)))
+    begin = attempts[0].begin if attempts else 0.0
+    span_s = max(0.001, max((one.end for one in attempts), default=0.0) - begin)
+
+    def place(when: float) -> float:
+        return LANE_LEFT + (when - begin) / span_s * LANE_WIDTH
+
+    shapes, top = [], 24    # type: List[Shape], int
+    by_node = operator.attrgetter('node_id')
+    for node_id, found in itertools.groupby(sorted(attempts, key=by_node), by_node):
+        mine = list(found)
+        drawn, height = (draw_lane(mine, top, place) if len(attempts) <= MOST_ATTEMPTS else
+                         draw_load(count_running(mine, begin, span_s), top))
+        label = shorten_middle(f"{names.get(node_id, 'node')} ({node_id})", 20)
+        shapes += [['text', {'class': 'label', 'x': 4, 'y': top + 13}, label], *drawn]
+        top += height + 8
+    step = next((size for size in TIME_STEPS if span_s / size <= 8), math.ceil(span_s / 8 / 86400) * 86400)
+    for at in range(0, int(span_s) + 1, step):
+        x = place(begin + at)
+        shapes[:0] = [['line', {'class': 'grid', 'x1': x, 'x2': x, 'y1': 20, 'y2': top}, ''],
+                      ['text', {'x': x, 'y': 14, 'text-anchor': 'middle'}, format_elapsed(at)]]
+    total = f"{counted(len(attempts), 'attempt')} in {format_elapsed(span_s)} from {format_time(begin)}"
+    return {'title': total if attempts else 'nothing has run', 'width': TIMELINE_WIDTH, 'height': top + 10,
+            'shapes': shapes}
+
+
+XML_MARKS = str.maketrans({'&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;'})
+
+
+def xml_text(text: str) -> str:
+    """Text as XML holds it, in an element or an attribute."""
+    return printable(text).translate(XML_MARKS)
+
+
+def format_svg(drawing: Values, style: str) -> str:
+    """A drawing as a file of its own. Links lead nowhere there: they are left out."""
+    def element(shape: Shape) -> str:
+        name, attributes, inside = shape
+        name = 'g' if name == 'a' else name
+        words = ''.join(f' {key}="{xml_text(str(value))}"' for key, value in attributes.items()
+                        if key not in ('href', 'data-key'))
+        text = xml_text(inside) if isinstance(inside, str) else ''.join(map(element, inside))
+        return f'<{name}{words}>{text}</{name}>'
+    size = 'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'.format(**drawing)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
+            f'<title>{xml_text(drawing["title"])}</title>{"".join(map(element, drawing["shapes"]))}</svg>\n')
+
+
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
 # MODELS says what a request's body may hold. Whatever arrives is checked here, before a verb sees it: types,
@@ -10989,7 +11390,8 @@ MODELS = {
         'duration_seconds:float end_time:time hostname:str! id:int is_active:bool labels:[str] '
         'memory_gb:float! num_cpus:int! num_gpus:int! num_nodes:int! peak_cpu_percent:float '
         'peak_memory_bytes:int pid:int! sample_count:int scheduler:any scheduler_config_id:int '
-        'start_time:time! time_limit:str workflow_id:int! identity:str lease_s:float reason:str',
+        'start_time:time! time_limit:str workflow_id:int! identity:str lease_s:float reason:str '
+        'output_dir:str',
     'ComputeNodeMonitorConfig': 'cpu:bool enabled:bool granularity:@MonitorGranularity memory:bool',
     'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! '
         'num_nodes:nodes! scheduler_config_id:int time_limit:str',
@@ -11034,6 +11436,7 @@ MODELS = {
         'persistent:bool',
     'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:{any} '
         'files:{float?}',
+    'SpecText': 'text:str! name:str directory:str',
     'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]! left:[@RunnerLeft]',
     'ResetJobsRequest': 'job_ids:[int] statuses:[@JobStatus] return_code:int force:bool reinit:bool',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
@@ -11354,6 +11757,10 @@ ROUTES = (
 
     route_to('POST', '/workflows', create_workflow, body='WorkflowModel'),
     route_to('POST', '/workflows/from_spec', create_workflow_from_spec, body='PlanModel'),
+    route_to('POST', '/workflows/from_text', create_workflow_from_text, body='SpecText',
+             query='dry_run:bool'),
+    route_to('GET', 'graph', get_graph, query='open:str files:bool'),
+    route_to('GET', 'timeline', get_timeline),
     route_to('POST', 'apply_spec', apply_spec, body='PlanModel', query='dry_run:bool'),
     route_to('GET', '/workflows', list_workflows,
              query=PAGE + 'name:str user:str description:str is_archived:bool access_group:[str]',
@@ -11367,7 +11774,7 @@ ROUTES = (
     route_to('GET', 'explanation', explain_workflow),
     route_to('GET', 'waiting', explain_waiting, query='ended:[int]'),
     route_to('GET', 'diagnosis', diagnose_workflow),
-    route_to('GET', '/workflow_statuses', list_workflow_statuses, query='ids:[int]!'),
+    route_to('GET', '/workflow_statuses', list_workflow_statuses, query='ids:[int]! counts:bool'),
     route_to('GET', 'is_complete', is_workflow_complete),
     route_to('GET', 'is_uninitialized', is_workflow_uninitialized),
     route_to('POST', 'initialize_jobs', initialize_or_begin,
@@ -11409,6 +11816,8 @@ ROUTES = (
              'resource_requirements_id:int'),
     route_to('GET', '/jobs/{job_id}', get_job),
     route_to('GET', '/jobs/{job_id}/explanation', explain_job),
+    route_to('GET', '/jobs/{job_id}/output', get_job_output,
+             query='run_id:int attempt_id:int stream:str offset:int'),
     route_to('PUT', '/jobs/{job_id}', update_job, body='?JobModel'),
     route_to('DELETE', '/jobs/{job_id}', delete_job),
     route_to('DELETE', '/jobs', delete_rows, query=OF, resource='job', name='delete_jobs'),
@@ -11489,7 +11898,7 @@ ROUTES = (
                   delete={'verb': delete_ro_crate_entity},
                   delete_all={'path': 'ro_crate_entities', 'query': '', 'verb': delete_rows_and_say}),
 
-    route_to('GET', 'events/stream', stream_workflow_events, query='level:str', is_stream=True),
+    route_to('GET', 'events/stream', stream_workflow_events, query='level:str pause_ms:int', is_stream=True),
     route_to('GET', '/admin/api-events/stream', stream_api_events, query='include_bodies:bool',
              is_stream=True),
     route_to('GET', '/admin/api-stats', get_api_stats, query='window_seconds:int interval_seconds:int'),
@@ -11510,6 +11919,7 @@ ROUTES = (
     route_to('DELETE', 'access_groups/{group_id}', remove_workflow_from_group),
     route_to('GET', '/access_check/{workflow_id}/{user_name}', check_workflow_access),
     route_to('POST', '/admin/reload-auth', reload_auth),
+    route_to('POST', '/page_keys', make_page_key),
 )
 
 
@@ -11521,9 +11931,10 @@ TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path paramet
 OPEN_OPERATIONS = frozenset((
     'ping', 'get_version', 'get_database', 'snapshot_database', 'backup_database',
     'list_workflows', 'list_workflow_statuses',
-    'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
+    'create_workflow', 'create_workflow_from_spec', 'create_workflow_from_text',
+    'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
-    'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth'))
+    'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth', 'make_page_key'))
 # First parameter of a path -> table of what it names; row_id: the route's resource.
 TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}
 
@@ -12317,6 +12728,68 @@ class CopyWriter:
                   'command that uses it writes it back', self.store.file_path, self.store.path, self.error)
 
 
+# -------- what an output directory belongs to --------
+
+OUTPUT_RECORD = '.torc_database'
+
+
+def read_output_record(directory: str) -> Dict[str, str]:
+    """What names the database of an output directory, by a relative path if it lies there; {} if nothing."""
+    path = os.path.join(directory, OUTPUT_RECORD)
+    try:
+        with open(path, encoding='utf-8') as file:
+            found = parse_json(file.read(65536))
+        return {key: os.path.normpath(found[key]) for key in ('id', 'path')}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, 'strerror', None) or 'damaged'
+        raise Denied(f'{path}, which names the database of this output directory, cannot be read '
+                     f'({reason}): remove it, or give another directory with -o DIR') from None
+
+
+MAX_OUTPUT_PIECE_BYTES = 2 ** 18    # of a job's output, in one answer
+
+
+def open_without_links(path: str) -> int:
+    """A descriptor of a regular file, to which no link leads. OSError, also for a pipe or a directory."""
+    descriptor = os.open('/', os.O_RDONLY | os.O_DIRECTORY)
+    for word in path.strip('/').split('/'):
+        above = descriptor
+        try:    # without waiting for the other end of a pipe
+            descriptor = os.open(word, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+        finally:
+            os.close(above)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, 'is no file')
+    return descriptor
+
+
+def read_output(wanted: JobOutput) -> Dict[str, Any]:
+    """A part of what a job has printed: `data` in base64, from `offset` in a file of `size` bytes.
+
+    Nothing is read that is not in an output directory of this very database, nor through a link: who may use
+    a workflow says where its output is, and the server may be another user's.
+    """
+    if read_output_record(wanted.directory).get('id') != wanted.database['id']:
+        raise NotFound(f'{printable(wanted.directory)} on the host of the server is not where the runners of '
+                       'this database have put their output')
+    for name in wanted.names:
+        try:
+            with open(open_without_links(os.path.join(wanted.directory, 'job_stdio', name)), 'rb') as file:
+                size = os.fstat(file.fileno()).st_size
+                offset = min(size, wanted.offset if wanted.offset >= 0 else max(0, size + wanted.offset))
+                file.seek(offset)
+                data = file.read(MAX_OUTPUT_PIECE_BYTES)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise Denied(f'{printable(name)} cannot be read: {error.strerror}') from None
+        return {'size': size, 'offset': offset, 'data': base64.b64encode(data).decode()}
+    raise NotFound('it has written nothing, or what it has written was deleted')
+
+
 # ======== 10a. Framing: bytes <-> requests and answers, and what secures them on the way ========
 #
 # Functions from bytes to a RequestHead and from an answer to bytes, the signatures of our own clients, TLS
@@ -12325,7 +12798,9 @@ class CopyWriter:
 # http.server is not used: it takes the end of a connection for that of a head, so that a request that was cut
 # off would be carried out, and it lets bare line feeds, folded lines and doubled lengths pass.
 
-OPEN_PATHS = ('/healthz', '/health')    # answered to everybody: they need neither token nor password
+OPEN_PATHS = ('/healthz', '/health')    # answered to everybody: they need neither token nor password ...
+PAGE_PATH, LOGIN_PATH = '/', '/login'   # ... as the first of these, and a login
+MAX_LOGIN_BYTES = 4096              # of a body that comes from anybody
 STATIC_PATHS = (*OPEN_PATHS, API_PREFIX + '/ping')      # answered without a verb and without the store ...
 OK_BODY = b'{"status":"ok"}'                            # ... with this
 MAX_REQUEST_LINE_BYTES = 16 * 1024  # Apache takes 8 KiB; a query may name many ids
@@ -12393,8 +12868,8 @@ def parse_head(data: bytes) -> RequestHead:
 
 
 def format_answer(status: int, body: bytes, fields: str = '') -> bytes:
-    """One whole answer. `fields` are further header lines, each with its line end."""
-    if body:
+    """One whole answer, of JSON unless `fields` name another type: header lines, each with its line end."""
+    if body and 'content-type:' not in fields:
         fields += 'content-type: application/json\r\n'
     reason = http_client.responses.get(status, '')
     head = f'HTTP/1.1 {status} {reason}\r\n{ANSWER_FIELDS}{fields}content-length: {len(body)}\r\n\r\n'
@@ -12775,12 +13250,102 @@ class Users:
         return is_right and bool(known) and self.hashes.get(user) == stored     # or it was read again
 
 
+def parse_login(body: bytes) -> Dict[str, str]:
+    """What a browser shows: {'key': ...}, or {'user': ..., 'password': ...}. BadInput."""
+    try:
+        found = json.loads(bytes(body).decode())
+        if found.keys() in ({'key'}, {'user', 'password'}) and {str} == set(map(type, found.values())):
+            return found
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    raise BadInput('a login is {"key": KEY} or {"user": NAME, "password": PASSWORD}', http=400)
+
+
 class AccessPolicy(Row):
     """Whom a server lets in."""
     token: str = ''                         # the owner's; '': every request is answered
     names: Iterable[str] = LOOPBACK_NAMES   # that Host may say
     users: Optional[Users] = None           # who may ask with a password, beside the owner
     lets_anonymous: bool = False            # ... and whoever shows neither token nor password
+
+
+# -------- browsers --------
+#
+# A browser is logged in by a key, which works once and not for long, or by a password. From then on it shows
+# two words: a cookie, which no script can read, and one that its page keeps for itself and sends as a field of
+# its own. A cookie goes to all ports of a host, and so to other users' programs on a login node; the other
+# word to none but the page's own server, and no page of another site can send it.
+
+KEY_LASTS_S = 60.0
+SESSION_LASTS_S = 12 * 3600.0       # after its last request
+MAX_SESSIONS = 256                  # at once; the one that was used least lately goes
+
+
+class BrowserSession(Row):
+    """A browser that is logged in."""
+    identity: Identity
+    word: str                   # that its page sends
+    stored: bytes               # the hash of its user's password when it logged in
+
+
+class Browsers:
+    """Keys that were given out, and the sessions of browsers. All ends with the server."""
+
+    def __init__(self, server_id: str) -> None:
+        self.cookie = f'torc_{server_id[:12]}'  # its name: other servers on this host have others
+        self.lock = threading.Lock()            # held for what follows
+        self.keys = {}      # type: Dict[str, Tuple[Identity, float]]   # -> until when it works
+        # by cookie, that which was used last at the end; until when each works
+        self.sessions = collections.OrderedDict()   # type: Dict[str, Tuple[BrowserSession, float]]
+
+    def make_key(self, user: str, is_owner: bool) -> str:
+        """A key for who asks; those that are too old are dropped."""
+        key, now = secrets.token_urlsafe(32), time.monotonic()
+        with self.lock:
+            self.keys = {old: pair for old, pair in self.keys.items() if pair[1] > now}
+            self.keys[key] = Identity(user, is_owner), now + KEY_LASTS_S
+        return key
+
+    def use_key(self, key: str) -> Identity:
+        """Who was given a key. Denied, also the second time."""
+        with self.lock:
+            identity, until = self.keys.pop(key, (None, 0.0))
+        if identity is None or until <= time.monotonic():
+            raise Denied('this key was used, or is older than a minute: '
+                         f'`{program_name()} open` gives another one', http=401)
+        return identity
+
+    def begin(self, identity: Identity, stored: bytes) -> Tuple[str, str]:
+        """A new session: cookie and word."""
+        cookie, word = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        with self.lock:
+            while len(self.sessions) >= MAX_SESSIONS:
+                self.sessions.popitem(last=False)
+            session = BrowserSession(identity, word, stored)
+            self.sessions[cookie] = session, time.monotonic() + SESSION_LASTS_S
+        return cookie, word
+
+    def find(self, head: RequestHead) -> BrowserSession:
+        """The session of a request. Denied if it has none, or no more."""
+        pairs = (pair.strip().partition('=') for pair in head.fields.get('cookie', '').split(';'))
+        cookie = next((value for name, _, value in pairs if name == self.cookie), '')
+        with self.lock:
+            session, until = self.sessions.pop(cookie, (None, 0.0))
+            word = session.word if session is not None else ''
+            is_right = bool(word) and hmac.compare_digest(
+                word.encode(), head.fields.get('torc-session', '').encode())
+            if session is not None and until > time.monotonic():
+                self.sessions[cookie] = session, time.monotonic() + SESSION_LASTS_S if is_right else until
+        if not is_right or cookie not in self.sessions:
+            raise Denied(f'not logged in: `{program_name()} open` gives a key', http=401)
+        return session
+
+    def end(self, head: RequestHead) -> None:
+        """Log the browser out that sends this. Denied if it is not logged in."""
+        session = self.find(head)
+        with self.lock:
+            for cookie in [one for one, (found, _) in self.sessions.items() if found is session]:
+                del self.sessions[cookie]
 
 
 class Authenticator:
@@ -12791,6 +13356,7 @@ class Authenticator:
         self.lets_anonymous = policy.lets_anonymous
         self.server_id = server_id
         self.signed = SignedRequests(self.token, server_id)
+        self.browsers = Browsers(server_id)
         # who asks with the token, or where there is none
         self.owner = Identity(user_name() if self.token else ANONYMOUS, True)
 
@@ -12799,6 +13365,14 @@ class Authenticator:
         authorization = head.fields.get('authorization', '')
         if head.path in OPEN_PATHS or not self.token and self.users is None:
             return self.prove(head)
+        shown = authorization or 'torc-session' in head.fields
+        if head.path == PAGE_PATH or head.path == LOGIN_PATH and (head.method == 'POST' or not shown):
+            return Identity('', False)      # nobody yet
+        if 'torc-session' in head.fields:
+            session = self.browsers.find(head)
+            if not hmac.compare_digest(session.stored, self.stored_hash(session.identity)):
+                raise Denied('the password was changed: log in again', http=401)
+            return session.identity
         if self.token and authorization.startswith(SIGNATURE_SCHEME + ' '):
             nonce, digest = self.signed.check(authorization, head.method, f'{head.path}?{head.query}')
             return self.owner._replace(nonce=nonce, digest=digest)
@@ -12824,6 +13398,15 @@ class Authenticator:
         clock = int(uptime_s())
         mac = sign_proof(self.token, challenge.group(1), self.server_id, clock)
         return self.owner._replace(proof={'server_id': self.server_id, 'clock': clock, 'signed_proof': mac})
+
+    def log_in(self, given: Dict[str, str]) -> Identity:
+        """Who shows a key, or user and password. Denied; takes a while for a password."""
+        if 'key' in given:
+            return self.browsers.use_key(given['key'])
+        if self.users is None:
+            raise Denied(f'this server has no users: `{program_name()} open` gives a key', http=401)
+        self.users.check(given['user'], given['password'].encode('utf-8', 'surrogateescape'))
+        return Identity(given['user'], False)
 
     def stored_hash(self, identity: Identity) -> bytes:
         """What the password file holds for who asks; nothing if the token lets them in, or nothing has to."""
@@ -13113,6 +13696,20 @@ class Listener:
         self.socket.close()
 
 
+@functools.lru_cache(maxsize=None)
+def make_page() -> Tuple[bytes, str]:
+    """The page, and header lines that let it load nothing, run nothing and apply no style but its own."""
+    script = DRAW_SCRIPT + APP_SCRIPT
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+               for text in (PAGE_STYLE, script))
+    style, code = (f"'sha256-{digest}'" for digest in digests)
+    policy = (f"default-src 'none'; style-src {style}; script-src {code}; connect-src 'self'; img-src data:; "
+              "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+    return PAGE.format(PAGE_STYLE, script).encode(), (
+        'content-type: text/html; charset=utf-8\r\nreferrer-policy: no-referrer\r\n'
+        f'content-security-policy: {policy}\r\n')
+
+
 class Connection:
     """One client, in its thread."""
 
@@ -13218,8 +13815,8 @@ class Connection:
     def read_body(self, needed_s: float) -> bytearray:
         """The body, all of it: ConnectionError if it ends before."""
         head = self.head
-        limit = 0 if head.path in OPEN_PATHS else MAX_BULK_BODY_BYTES if head.path.endswith(BULK_ENDINGS) \
-            else MAX_BODY_BYTES
+        limit = 0 if head.path in OPEN_PATHS else MAX_LOGIN_BYTES if not self.identity.user else \
+            MAX_BULK_BODY_BYTES if head.path.endswith(BULK_ENDINGS) else MAX_BODY_BYTES
         if head.length > limit:
             raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
         if len(self.received) < head.length:
@@ -13243,13 +13840,15 @@ class Connection:
 
     def answer(self, body: bytearray) -> None:
         """Have a complete request carried out, and send the answer."""
-        head, began = self.head, time.monotonic()
-        self.is_let_in = self.is_let_in or head.path not in OPEN_PATHS
+        head, began, fields = self.head, time.monotonic(), ''
+        self.is_let_in = self.is_let_in or bool(self.identity.user) and head.path not in OPEN_PATHS
         if head.path in STATIC_PATHS and head.method in ('GET', 'HEAD'):
             if self.torc.is_leaving:    # a client that was answered here would take us for staying
                 raise Unreachable('the server is ending')
             proof = self.identity.proof
             status, data = 200, format_json(dict({'status': 'ok'}, **proof)).encode() if proof else OK_BODY
+        elif head.path in (PAGE_PATH, LOGIN_PATH):
+            status, data, fields = self.answer_browser(body)
         else:
             status, value = self.ask(body)
             if isinstance(value, Subscription):
@@ -13261,12 +13860,37 @@ class Connection:
                 data = format_json(value).encode()
             del value       # it takes more memory than its text
         self.close_connection = not head.keeps_alive
-        self.send_answer(status, data)
+        self.send_answer(status, data, fields)
         if self.torc.feeds.by_subject:
             latency_ms = round((time.monotonic() - began) * 1000, 3)
             event = {'timestamp_ms': int(self.torc.store.now() * 1000), 'status': status,
                      'latency_ms': latency_ms, 'user': self.identity.user}
             self.torc.feeds.add_request(head, event, (body, data))
+
+    def answer_browser(self, body: bytearray) -> Tuple[int, bytes, str]:
+        """Status, body and header lines: the page, who a browser is, its login or its logout."""
+        access, method, path = self.torc.access, self.head.method, self.head.path
+        if path == PAGE_PATH and method in ('GET', 'HEAD'):
+            return (200, *make_page())
+        if path != LOGIN_PATH or method not in ('GET', 'POST', 'DELETE'):
+            raise BadInput(f'{method} {path} is no operation', http=405)
+        fields = ''
+        answer = {'program': program_name(), 'has_users': access.users is not None,
+                  'user': self.identity.user}
+        if self.identity.user:
+            database = self.torc.store.file_path
+            above, name = os.path.split(os.path.dirname(database))
+            answer.update(is_owner=self.identity.is_owner, database=database, directory=(
+                above if name == DEFAULT_OUTPUT_DIR else os.path.dirname(database)))
+        if method == 'DELETE':
+            access.browsers.end(self.head)
+        if method == 'POST':
+            identity = access.log_in(parse_login(body))
+            cookie, word = access.browsers.begin(identity, access.stored_hash(identity))
+            answer['session'] = word
+            fields = (f'set-cookie: {access.browsers.cookie}={cookie}; HttpOnly; SameSite=Strict; Path=/'
+                      f'{"" if self.torc.tls is None else "; Secure"}\r\n')
+        return 200, format_json(answer).encode(), fields
 
     def ask(self, body: bytearray) -> Tuple[int, Any]:
         """Status and value for a request."""
@@ -13279,7 +13903,11 @@ class Connection:
         del body[SHOWN_BODY_BYTES:]     # it is not needed any more
         if call.route.verb is runner_sync and call.arguments['body'].get('wait_s'):
             return self.torc.ask_patiently(call, self.identity, self.has_left)
-        return self.torc.ask(call, self.identity)
+        status, value = self.torc.ask(call, self.identity)
+        try:
+            return status, read_output(value) if isinstance(value, JobOutput) else value
+        except TorcError as error:
+            return error.http, format_error(error)
 
     def has_left(self) -> bool:
         """Whether a client that waits has closed, or sends something: it will not wait."""
@@ -13292,11 +13920,14 @@ class Connection:
             return True
         return True
 
-    def send_answer(self, status: int, body: bytes) -> None:
-        """Send a whole answer."""
+    def send_answer(self, status: int, body: bytes, fields: str = '') -> None:
+        """Send a whole answer, with further header lines."""
         head = self.head
-        fields = f'connection: {"close" if self.close_connection else "keep-alive"}\r\n'
-        fields += REFUSAL_FIELDS.get(status, '') + self.sign(status, body)
+        fields += f'connection: {"close" if self.close_connection else "keep-alive"}\r\n'
+        # A browser that is told how would ask for a password itself, in the place of the page.
+        if status != 401 or head is None or 'sec-fetch-site' not in head.fields:
+            fields += REFUSAL_FIELDS.get(status, '')
+        fields += self.sign(status, body)
         if head is not None and 'x-span-id' in head.fields:
             fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
         answer = format_answer(status, body, fields)
@@ -13346,6 +13977,7 @@ class Connection:
                 number, data = feed.take(number, wanted.least, 0.0 if was_over else min(1.0, KEEP_ALIVE_S))
                 if data:
                     self.send(data)
+                    time.sleep(wanted.pause_s)
                 elif was_over:
                     return
                 if time.monotonic() >= due_at:
@@ -13525,7 +14157,7 @@ class Server:
         # ends.
         self.service.clock = lambda: self.looked_at
         self.service.traffic, self.service.watched = self.traffic, self.feeds.by_subject
-        self.service.users = policy.users
+        self.service.users, self.service.browsers = policy.users, self.access.browsers
 
     def start(self) -> None:
         """Begin to let clients in: they wait for the turns."""
@@ -15020,7 +15652,7 @@ class Client(Connector, Operations):
             raise explain_database_error(error, store.path) from None
         if failure is not None:
             raise failure
-        return answer
+        return read_output(answer) if isinstance(answer, JobOutput) else answer
 
     def stream(self, op: str, until: float = math.inf, **params: Any) -> Iterator[StreamEvent]:
         """Events of a stream operation as they come, for ever or until some time (monotonic).
@@ -19093,24 +19725,6 @@ def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
 # sticky bit keeps them off others' entries (as in /tmp). A group is trusted, and so is the directory's owner:
 # that is how sites work. Files are opened by their paths, new ones with O_EXCL, none through a link.
 
-OUTPUT_RECORD = '.torc_database'
-
-
-def read_output_record(directory: str) -> Dict[str, str]:
-    """What names the database of an output directory, by a relative path if it lies there; {} if nothing."""
-    path = os.path.join(directory, OUTPUT_RECORD)
-    try:
-        with open(path, encoding='utf-8') as file:
-            found = parse_json(file.read(65536))
-        return {key: os.path.normpath(found[key]) for key in ('id', 'path')}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, 'strerror', None) or 'damaged'
-        raise Denied(f'{path}, which names the database of this output directory, cannot be read '
-                     f'({reason}): remove it, or give another directory with -o DIR') from None
-
-
 def refuse_foreign_output(directory: str, database: Dict[str, Any]) -> Dict[str, str]:
     """The record of an output directory. Refused if its files are those of another database, which exists."""
     record, own = read_output_record(directory), os.path.realpath(database['path'])
@@ -19455,7 +20069,8 @@ class ServerLink(Part):
         """Become one of the workflow's compute nodes; another one, with what runs here, where the server has
         released the one that we were, as its lease was over."""
         context, options, old = self.context, self.context.options, self.context.node_id
-        body = dict(describe_node(context), lease_s=self.lease_s(), identity=self.identity)
+        body = dict(describe_node(context), lease_s=self.lease_s(), identity=self.identity,
+                    output_dir=os.path.realpath(context.output.path))
         lease_ends_at = read_clocks().running + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
         context.node_id, self.times_opened = created['id'], self.client.times_opened
@@ -24673,7 +25288,6 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
 # columns; changing them breaks scripts.
 
 CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures, or related to a job
-PROBLEMS_SHOWN = 20
 OUTCOMES_ASKED = 20         # results that are asked for one by one: the list of all is cheaper for more
 LOG_PIECE_BYTES = 1 << 20   # of a log that is being printed
 ANSWER_FORMATS = ('table', 'json', 'csv', 'tsv')
@@ -29635,6 +30249,39 @@ def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
     return 0
 
 
+# -------- the page --------
+
+def cmd_open(session: Session, args: Arguments) -> Any:
+    """Print the address of the page, with a key; open it where there is a browser. An embedded server stays
+    until Ctrl-C: its page needs it."""
+    client = session.client
+    session.call('get_version')
+    if not client.is_lasting and not session.stdin.isatty():
+        raise Refused('the page needs a server that stays, or a terminal: '
+                      f'`{program_name()} serve --port 0 --daemon` starts one')
+    client.need_server()
+    key = session.call('make_page_key')['key']
+    address = parse_url(client.url)
+    host = f'[{address.host}]' if ':' in address.host else address.host
+    url = f"http{'s' if address.is_tls else ''}://{host}:{address.port}/#key={key}"
+    if session.format == 'json':
+        session.show_json({'url': url})
+    else:
+        session.show(url + '\n')
+    session.out.flush()
+    session.inform(f'It works once, for {KEY_LASTS_S:.0f} s. To see it on another machine, run there: ssh -L '
+                   f'{address.port}:{host}:{address.port} {user_name()}@{socket.gethostname()}')
+    if not args['no_browser'] and any(os.environ.get(name) for name in ('DISPLAY', 'WAYLAND_DISPLAY')):
+        webbrowser.open(url)
+    if not client.is_lasting:
+        session.inform('The page needs this command: Ctrl-C ends both')
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                session.call('ping')
+                time.sleep(WAITER_LOOK_S)
+    return None
+
+
 # -------- serving --------
 
 def cmd_serve(session: Session, args: Arguments) -> Any:
@@ -30342,6 +30989,38 @@ Jobs that make jobs
     client.spawn_jobs(id, ...) adds jobs that depend on a running one. To call
     it again adds nothing. When the job runs again, what it spawned is removed.
 ''',
+    'page': r'''workflows in a browser
+
+To open it
+        $ torc.py serve --port 0 --daemon --pid-file server.pid
+        $ torc.py open --no-browser
+        $ kill $(cat server.pid)
+    `open` prints an address with a key, which works once, for a minute. With a
+    display it opens the browser by itself. Where no server runs it is one, on a
+    terminal, until Ctrl-C. From a laptop, run first there what `open` prints:
+        ssh -L 8080:127.0.0.1:8080 you@login1
+    with the port of the address, and open the same address there.
+
+Who gets in
+    Whoever has the key, once; users of a server with passwords by theirs.
+    Twelve hours after its last look a browser is logged out. Other users of
+    this host get a page that asks them to log in, and no more. Files are read
+    from the output directories of the workflow's runners, nowhere else.
+
+What it shows
+    Workflows; of one: its state, what failed and why, time left, nodes at
+    work; jobs (also 100,000 of them) with filters such as
+        status:failed name:work command:python
+    a job's attempts and what it prints, as it prints it; the graph, where jobs
+    of one kind are one box until you open it; which jobs ran where and when;
+    peaks beside what was asked for; allocations; events.
+
+What it does
+    Initialize, retry, run again, reset, cancel, archive, delete, priorities,
+    and new workflows from a pasted or dropped file. What it would do is shown
+    before. It starts no processes: it shows the commands (run, submit, recover)
+    to copy.
+''',
     'security': r'''passwords, https, groups, SQL
 
 Who may use a server
@@ -30616,6 +31295,8 @@ COMMANDS = (
         Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted, without effect',
                  at_least(0, parse_seconds))),
         'serve --port 0'),
+    Command('open', cmd_open, 'show the workflows in a browser: print the address of the page', (
+        Argument('--no-browser', '', 'only print it'),), 'open --no-browser'),
     Command('ping', cmd_ping, 'check whether a server answers', (), 'ping'),
     Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file",
         (PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS),
@@ -31445,21 +32126,21 @@ def discard_output(out: Any) -> None:
         pass    # not a file: nothing will be flushed
 
 
-# ======== A. Page: how figures are drawn in a browser ========
+# ======== A. Page: what browsers get ========
 #
-# What files of plots begin with; a script that calls showPage with a figure ends them. drawFigure(figure,
-# element) knows traces of the types scatter and bar: those of one `yaxis` are a panel, `ticksuffix` is its
-# unit. Text enters by textContent only. The colours can be told apart also by people who see few of them (Okabe and Ito, "Color Universal Design").
+# PAGE_STYLE and DRAW_SCRIPT are in all of it; a plot is PLOT_PAGE and a script that calls drawFigure with its
+# figure; APP_SCRIPT makes the page of a server from what it asks of the API. Nothing is loaded from elsewhere.
+# Text enters by textContent only. drawFigure(figure, element) knows traces of the types scatter and bar: those
+# of one `yaxis` are a panel, `ticksuffix` is its unit. drawShapes() draws what format_svg() writes: [tag,
+# attributes, text or shapes]. The colours can be told apart also by people who see few of them (Okabe and Ito,
+# "Color Universal Design").
 
-PLOT_PAGE = r"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
+PAGE_STYLE = r"""
 :root { color-scheme: light dark;
-        --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --faint: #b4bcc6; }
+        --ink: #1b1f24; --soft: #5b6470; --grid: #e3e7ec; --paper: #fff; --faint: #b4bcc6; --link: #0b5cad; --shade: #f4f6f8; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e9ed; --soft: #9aa4b0; --grid: #2f363e; --paper: #15191d;
-          --faint: #4a535d; }
+          --faint: #4a535d; --link: #6fb1f2; --shade: #1f252b; }
   .c0, .c1, .c2, .c3, .c4, .c5, .c6, .c7 { filter: brightness(1.35); }
 }
 body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
@@ -31479,8 +32160,60 @@ circle, rect { fill: currentColor; }
 .faint { color: var(--faint); }
 .key { display: inline-block; }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; background: currentColor; }
-</style>
-<script>
+body.app { max-width: none; margin: 0; padding: 0; }
+.app header { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; align-items: center; padding: .5rem 1rem;
+              border-bottom: 1px solid var(--grid); }
+.app main { padding: .5rem 1rem 3rem; }
+.app nav { display: flex; flex-wrap: wrap; gap: .2rem; margin: .6rem 0; border-bottom: 1px solid var(--grid); }
+nav a { padding: .3rem .7rem; text-decoration: none; }
+nav a[aria-current] { border-bottom: 3px solid var(--link); font-weight: 600; }
+a { color: var(--link); }
+a:focus-visible, button:focus-visible, input:focus-visible, textarea:focus-visible, summary:focus-visible,
+pre:focus-visible, .scroll:focus-visible { outline: 3px solid var(--link); outline-offset: 1px; }
+button, input, textarea { font: inherit; color: inherit; background: var(--paper); border: 1px solid var(--soft);
+                          border-radius: 4px; padding: .2rem .6rem; }
+button, label { color: var(--ink); }
+button { cursor: pointer; } button.main { background: var(--link); color: var(--paper); }
+textarea { width: 100%; min-height: 22rem; font-family: ui-monospace, monospace; box-sizing: border-box; }
+.app table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: .22rem .8rem .22rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+th button { border: 0; padding: 0; font-weight: 600; background: none; }
+td.number, th.number { text-align: right; }
+.scroll { overflow: auto; } .rows { height: calc(100vh - 16rem); min-height: 12rem; }
+.rows td { white-space: nowrap; max-width: 34rem; overflow: hidden; text-overflow: ellipsis; height: 1.5rem;
+           padding-top: .1rem; padding-bottom: .1rem; }
+.rows thead { position: sticky; top: 0; background: var(--paper); }
+.spacer td { padding: 0; border: 0; height: auto; }
+.bar { display: flex; height: .8rem; min-width: 8rem; background: var(--grid); border-radius: 3px; overflow: hidden; }
+.bar i { display: block; background: currentColor; }
+.tools { display: flex; flex-wrap: wrap; gap: .4rem .8rem; align-items: center; margin: .5rem 0; }
+.tools input[type=search] { flex: 1 1 16rem; }
+input { max-width: 100%; box-sizing: border-box; } .tools pre { flex: 0 1 auto; min-width: 0; }
+.columns > * { min-width: 0; }
+.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 0 2rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .4rem 0; }
+dt { color: var(--soft); } dd { margin: 0; unicode-bidi: isolate; overflow-wrap: anywhere; }
+pre { background: var(--shade); padding: .5rem; margin: .3rem 0; overflow: auto; white-space: pre-wrap;
+      font: 13px/1.4 ui-monospace, monospace; unicode-bidi: isolate; }
+pre.log { max-height: 60vh; }
+.state { font-weight: 600; white-space: nowrap; } .soft { color: var(--soft); }
+.error { border-left: 4px solid #d55e00; padding: .3rem .8rem; background: var(--shade); white-space: pre-wrap; }
+dialog { max-width: 40rem; color: var(--ink); background: var(--paper); border: 1px solid var(--soft); }
+dialog::backdrop { background: #0008; }
+.skip { position: absolute; left: -99rem; } .skip:focus { left: 1rem; }
+.s-completed { color: #009e73; } .s-running, .s-pending { color: #0072b2; } .s-ready { color: #56b4e9; }
+.s-failed, .s-terminated, .s-pending_failed { color: #d55e00; } .s-canceled { color: #cc79a7; }
+.s-blocked, .s-uninitialized, .s-disabled { color: var(--faint); }
+.f1 { color: #c0392b; } .f2 { color: #1e8449; } .f3 { color: #9a7d0a; } .f4 { color: #2471a3; }
+.f5 { color: #8e44ad; } .f6 { color: #117a8b; } .f0, .f7 { color: var(--soft); } .bold { font-weight: 700; }
+.control { color: #d55e00; border: 1px solid; border-radius: 2px; font-size: .8em; }
+svg a { cursor: pointer; } svg a:focus-visible rect { stroke: var(--ink); stroke-width: 3; outline: none; }
+svg .edge { fill: none; stroke: var(--soft); } svg .label { fill: var(--ink); } svg a text { stroke: none; }
+svg .box { fill: var(--shade); stroke: var(--soft); }
+@media (prefers-reduced-motion: no-preference) { .bar i { transition: width .3s; } }
+"""
+
+DRAW_SCRIPT = r"""
 'use strict';
 const SVG = 'http://www.w3.org/2000/svg';       // the name of a language: nothing is fetched from there
 const WIDTH = 960, LOW = 226, TOP = 14, LEFT = 84, RIGHT = 942;     // of a panel with lines
@@ -31603,12 +32336,822 @@ function drawFigure(figure, element) {
   }
 }
 
-function showPage(page) {
+function drawShapes(parent, shapes) {       // [tag, attributes, text or shapes]
+  for (const [name, attributes, inside] of shapes) {
+    const made = add(parent, name, attributes, typeof inside === 'string' ? inside : undefined);
+    if (Array.isArray(inside)) drawShapes(made, inside);
+  }
+}
+"""
+
+PLOT_PAGE = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>{PAGE_STYLE}</style>
+<script>{DRAW_SCRIPT}
+function showPage(page) {{
   document.title = page.layout.title.text;
   drawFigure(page, document.body);
-}
+}}
 </script></head>
 <body><noscript>This page draws with JavaScript, which this browser does not run.</noscript>
+"""
+
+APP_SCRIPT = r"""
+const API = '/torc-service/v1', ROW_PX = 26, CHUNK = 200, PIECE = 1 << 18, KEPT_PIECES = 16;
+const STATUSES = {      // in the order of a job's life: sign, and whether it is over
+  uninitialized: '·', blocked: '…', ready: 'o', pending: '»', running: '▶', completed: '✓', failed: '✗',
+  canceled: '–', terminated: '⧖', disabled: '⊘', pending_failed: '?'};
+const BROKEN = ['failed', 'terminated', 'canceled'];
+let word = localStorage.getItem('torc-session') || '', server = {}, view = null;
+
+// ---- what is shown ----
+
+const visible = text => String(text).replace(   // marks that change the order of what follows are shown as such
+  /[\u202a-\u202e\u2066-\u2069\u200e\u200f]/g, mark => `<U+${mark.charCodeAt(0).toString(16).toUpperCase()}>`);
+
+function make(name, attributes, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes || {})) {
+    if (typeof value === 'function') element.addEventListener(key, value);
+    else if (value === true) element.setAttribute(key, '');
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, value);
+  }
+  for (const child of children.flat(9)) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : visible(child));
+  }
+  return element;
+}
+
+function fill(parent, ...children) {        // what had the focus gets it again
+  const key = parent.contains(document.activeElement) && document.activeElement.dataset.key;
+  parent.replaceChildren(...children.flat(9).filter(child => child instanceof Node));
+  const again = key && parent.querySelector(`[data-key="${CSS.escape(key)}"]`);
+  if (again) again.focus({preventScroll: true});
+}
+
+const link = (to, ...text) => make('a', {href: '#/' + to, 'data-key': to}, ...text);
+const count = (number, noun) => `${number.toLocaleString('en')} ${noun}${number === 1 ? '' : 's'}`;
+const clock = time => time ? new Date(time).toLocaleString('sv') : '';
+const stateOf = status => make('span', {class: `state s-${status}`}, `${STATUSES[status] || '·'} `,
+                               make('span', {class: 'soft'}, status.replace('_', ' ')));
+const sum = numbers => numbers.reduce((all, one) => all + one, 0);
+
+function table(columns, rows, label) {      // columns: name -> what a row shows there
+  const names = Object.keys(columns);
+  return make('div', {class: 'scroll'}, make('table', {'aria-label': label},
+    make('thead', {}, make('tr', {}, names.map(name => make('th', {scope: 'col'}, name)))),
+    make('tbody', {}, rows.map(row => make('tr', {}, names.map(name => make('td', {}, columns[name](row))))))));
+}
+
+const facts = pairs => make('dl', {}, Object.entries(pairs).filter(pair => ![null, undefined, ''].includes(pair[1]))
+  .map(([name, value]) => [make('dt', {}, name), make('dd', {}, value)]));
+
+function progressBar(counts) {
+  const all = sum(Object.values(counts)), known = Object.keys(STATUSES).filter(name => counts[name]);
+  const bar = make('div', {class: 'bar', role: 'img', 'aria-label':
+    known.map(name => `${counts[name]} ${name}`).join(', ') || 'no jobs'});
+  for (const name of ['completed', ...known.filter(name => name !== 'completed')].filter(name => counts[name])) {
+    const part = bar.appendChild(make('i', {class: `s-${name}`, title: `${counts[name]} ${name}`}));
+    part.style.width = `${100 * counts[name] / all}%`;
+  }
+  return bar;
+}
+
+function commandLine(...lines) {
+  const text = lines.join('\n');
+  const copy = make('button', {click: () => navigator.clipboard.writeText(text), 'data-key': text}, 'Copy');
+  return make('div', {class: 'tools'}, make('pre', {}, text), copy);
+}
+
+const COLOURED = /\x1b\[([0-9;]*)m|\r?\n|\r(?!\n)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]/g;
+
+function paint(parent, text, pen) {     // colours are obeyed; every other control character is shown
+  let at = 0;
+  const put = (words, name) => words && parent.append(
+    name ? make('span', {class: name}, words) : document.createTextNode(words));
+  for (const match of text.matchAll(COLOURED)) {
+    put(text.slice(at, match.index), pen.name);
+    at = match.index + match[0].length;
+    const code = match[0].charCodeAt(0);
+    if (match[1] !== undefined) {
+      const numbers = match[1].split(';').map(Number), colour = numbers.find(number => number % 60 >= 30);
+      pen.colour = numbers.includes(0) ? '' : colour ? `f${colour % 10}` : pen.colour;
+      pen.bold = numbers.includes(1) || pen.bold && !numbers.includes(0);
+      pen.name = [pen.colour, pen.bold && 'bold'].filter(Boolean).join(' ');
+    } else if ('\r\n'.includes(match[0][0])) put('\n');
+    else put(code < 32 ? String.fromCharCode(0x2400 + code) : `U+${code.toString(16).toUpperCase()}`, 'control');
+  }
+  put(text.slice(at), pen.name);
+}
+
+function say(text, isError) {
+  document.getElementById('said').replaceChildren(make('p', {class: isError ? 'error' : 'soft'}, text));
+}
+
+// ---- asking the server ----
+
+class LoggedOut extends Error {}
+
+async function request(method, path, body) {
+  const headers = {...word && {'torc-session': word}, ...body !== undefined && {'content-type': 'application/json'}};
+  const signal = method === 'GET' && view ? view.gone.signal : undefined;
+  const sent = body === undefined ? undefined : JSON.stringify(body);
+  let answer;
+  try {
+    answer = await fetch(path, {method, headers, body: sent, signal});
+  } catch (error) {
+    if (error.name === 'AbortError') throw error;
+    live('away');
+    throw new Error('the server does not answer');
+  }
+  if (answer.ok) return answer;
+  const found = (await answer.json().catch(() => ({}))).error || {};
+  if (signal && signal.aborted) throw new LoggedOut();      // another answer has said so, or the view is gone
+  const message = (found.message || `the server answered ${answer.status}`).replaceAll('\u00ad', '');
+  if (answer.status === 401 && !(method === 'POST' && path === '/login')) {
+    showLogin(word && message);
+    throw new LoggedOut(message);
+  }
+  throw Object.assign(new Error(message), found, {message});
+}
+
+async function ask(method, path, body) {
+  const text = await (await request(method, API + path, body)).text();
+  return text ? JSON.parse(text) : null;
+}
+
+const get = (path, query = {}) => ask('GET', path + '?' + new URLSearchParams(query));
+
+const LIVE = {stream: ['●', 'live'], asking: ['◐', 'asking every few seconds'], away: ['○', 'the server is away']};
+function live(how) {
+  if (view) view.how = how;
+  document.getElementById('live').textContent = LIVE[how].join(' ');
+}
+
+async function follow(mine, workflow) {     // the event stream of a workflow, resumed after a break
+  let last = '';
+  while (!mine.gone.signal.aborted) {
+    try {
+      const headers = {...word && {'torc-session': word}, ...last && {'last-event-id': last}};
+      const answer = await fetch(`${API}/workflows/${workflow}/events/stream?pause_ms=1000`, {headers, signal: mine.gone.signal});
+      if (!answer.ok) throw new Error('no stream');
+      live('stream');
+      mine.isDue = true;
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      for (let left = '', piece; !(piece = await reader.read()).done;) {
+        const blocks = (left + piece.value).split('\n\n');
+        left = blocks.pop();
+        for (const block of blocks) {
+          last = (/^id: (.*)$/m.exec(block) || [0, last])[1];
+          const data = (/^data: (.*)$/m.exec(block) || [])[1];
+          if (!data) continue;
+          mine.isDue = true;
+          if (mine.onEvent) mine.onEvent(JSON.parse(data));
+        }
+      }
+    } catch (error) {
+      if (error.name === 'AbortError') return;
+      live('asking');
+    }
+    await new Promise(resolve => setTimeout(resolve, 5000));
+  }
+}
+
+// ---- views ----
+
+function begin(title, refresh, every = 5) {     // a view: what is shown, and how it stays right
+  if (view) view.gone.abort();
+  view = {gone: new AbortController(), refresh, every, at: 0, isDue: true, isBusy: false, how: 'asking'};
+  document.title = title + ' - torc';
+  document.getElementById('live').textContent = '';
+  document.getElementById('said').replaceChildren();
+  return view;
+}
+
+async function tick() {
+  const mine = view;
+  if (!mine || mine.isBusy || document.hidden) return;
+  const age = (Date.now() - mine.at) / 1000;
+  if (age < Math.max(1, (mine.rest || 0) / 1000) || !(mine.isDue || mine.how !== 'stream' && age >= mine.every)) return;
+  Object.assign(mine, {isBusy: true, isDue: false});
+  try {
+    await mine.refresh();
+    if (mine === view && mine.how === 'away') live('asking');
+    if (mine === view && mine.hadError) document.getElementById('said').replaceChildren();
+    mine.hadError = false;
+  } catch (error) {
+    if (mine === view && !(error instanceof LoggedOut) && error.name !== 'AbortError') {
+      mine.hadError = true;
+      say(error.message, true);
+    }
+  }
+  Object.assign(mine, {isBusy: false, at: Date.now()});
+}
+
+function show(...children) {
+  fill(document.getElementById('main'), ...children);
+}
+
+function showLogin(message) {
+  begin('Log in', async () => {}, 1e9);
+  const user = make('input', {id: 'user', autocomplete: 'username', required: true});
+  const password = make('input', {id: 'password', type: 'password', autocomplete: 'current-password', required: true});
+  const submit = event => {
+    event.preventDefault();
+    logIn({user: user.value, password: password.value});
+  };
+  show(make('h1', {}, 'Log in'), message && make('p', {class: 'error'}, message),
+    make('p', {}, 'In a terminal on the cluster, this prints an address that logs you in:'),
+    commandLine(`${server.program || 'torc.py'} open`),
+    server.has_users && make('form', {submit}, make('p', {}, 'Or, as a user of this server:'), make('p', {class: 'tools'},
+      make('label', {for: 'user'}, 'User'), user, make('label', {for: 'password'}, 'Password'), password,
+      make('button', {class: 'main'}, 'Log in'))));
+}
+
+async function logIn(shown) {
+  try {
+    const answer = await (await request('POST', '/login', shown)).json();
+    word = answer.session;
+    localStorage.setItem('torc-session', word);
+    await start();
+  } catch (error) {
+    showLogin(error.message);
+  }
+}
+
+async function logOut() {
+  await request('DELETE', '/login').catch(() => null);
+  word = '';
+  localStorage.removeItem('torc-session');
+  showLogin('You are logged out.');
+}
+
+async function confirmed(title, body, verb, isOnlyShown) {      // a dialog; whether the verb was chosen
+  const dialog = make('dialog', {'aria-labelledby': 'asked'}, make('h2', {id: 'asked'}, title), body,
+    make('form', {method: 'dialog', class: 'tools'},
+      !isOnlyShown && make('button', {value: 'yes', class: 'main'}, verb), make('button', {value: 'no'}, 'Close')));
+  document.body.append(dialog);
+  dialog.showModal();
+  await new Promise(resolve => dialog.addEventListener('close', resolve, {once: true}));
+  dialog.remove();
+  return dialog.returnValue === 'yes';
+}
+
+async function act(work, done) {
+  try {
+    const answer = await work();
+    say(typeof done === 'function' ? done(answer) : done);
+    view.isDue = true;
+    view.at = 0;
+  } catch (error) {
+    if (!(error instanceof LoggedOut)) say(error.message, true);
+  }
+}
+
+// ---- workflows ----
+
+function showWorkflows() {
+  const search = make('input', {type: 'search', 'aria-label': 'Part of the name', placeholder: 'Part of the name'});
+  const archived = make('input', {type: 'checkbox'}), mine = make('input', {type: 'checkbox', checked: !server.is_owner});
+  const list = make('div'), place = {offset: 0};
+  const again = () => { place.offset = 0; view.isDue = true; view.at = 0; tick(); };
+  [search, archived, mine].forEach(input => input.addEventListener('input', again));
+  begin('Workflows', async () => {
+    const query = {limit: 50, offset: place.offset, sort_by: 'id', reverse_sort: true, is_archived: archived.checked};
+    if (search.value) query.name = search.value;
+    if (mine.checked) query.user = server.user;
+    const {items, total_count} = await get('/workflows', query);
+    const found = items.length ? await get('/workflow_statuses', {ids: items.map(one => one.id), counts: true}) : {};
+    const turn = step => () => { place.offset = Math.max(0, place.offset + step); view.isDue = true; view.at = 0; tick(); };
+    fill(list, make('p', {class: 'soft'}, count(total_count, 'workflow')), table({
+      ID: row => row.id, Name: row => link(`w/${row.id}`, row.name), User: row => row.user,
+      State: row => stateOf(found.statuses[row.id] || 'uninitialized'),
+      Jobs: row => sum(Object.values(found.counts[row.id] || {})).toLocaleString('en'),
+      Progress: row => progressBar(found.counts[row.id] || {}), Created: row => clock(row.timestamp),
+    }, items, 'Workflows'), make('p', {class: 'tools'},
+      place.offset > 0 && make('button', {click: turn(-50), 'data-key': 'newer'}, 'Newer'),
+      place.offset + 50 < total_count && make('button', {click: turn(50), 'data-key': 'older'}, 'Older')));
+  });
+  show(make('h1', {}, 'Workflows'), make('div', {class: 'tools'}, search,
+    make('label', {}, mine, ' mine only'), make('label', {}, archived, ' archived'),
+    make('a', {href: '#/new'}, 'New workflow')), list);
+}
+
+function showNew() {
+  begin('New workflow', async () => {}, 1e9);
+  const text = make('textarea', {id: 'text', spellcheck: 'false', 'aria-describedby': 'found'});
+  const name = make('input', {id: 'file', value: 'workflow.yaml'});
+  const where = make('input', {id: 'where', value: server.directory || '', size: 40});
+  const found = make('div', {id: 'found', role: 'status'});
+  const drop = async event => {
+    const file = (event.dataTransfer || event.target).files[0];
+    if (!file) return;
+    event.preventDefault();
+    [text.value, name.value] = [await file.text(), file.name];
+    send(true);
+  };
+  const send = async isDryRun => {
+    const body = {text: text.value, name: name.value, directory: where.value};
+    try {
+      const answer = await ask('POST', `/workflows/from_text?dry_run=${isDryRun}`, body);
+      if (!isDryRun) return location.assign(`#/w/${answer.workflow_id}`);
+      fill(found, make('p', {}, `${count(answer.summary.job_count, 'job')}: nothing is wrong with it.`),
+        answer.warnings.map(line => make('p', {class: 'error'}, line)));
+    } catch (error) {
+      const lines = (error.problems || []).map(({line, column, message, ...rest}) =>
+        (line ? `line ${line}, column ${column}: ` : '') + (message || JSON.stringify(rest)));
+      fill(found, [error.message, ...lines].map(one => make('p', {class: 'error'}, one)));
+    }
+  };
+  text.addEventListener('drop', drop);
+  show(make('h1', {}, 'New workflow'), make('p', {class: 'soft'}, 'Paste a workflow file, or drop one here.'),
+    make('p', {class: 'tools'}, make('label', {for: 'file'}, 'File name (its ending names the format)'), name,
+      make('label', {for: 'where'}, 'Directory in which its jobs run'), where,
+      make('input', {type: 'file', 'aria-label': 'Choose a file', change: drop})),
+    make('label', {for: 'text'}, 'Workflow file'), text, make('p', {class: 'tools'},
+      make('button', {click: () => send(true)}, 'Check'), make('button', {class: 'main', click: () => send(false)}, 'Create')),
+    found);
+}
+
+// ---- one workflow ----
+
+const TABS = {summary: showSummary, jobs: showJobs, graph: showGraph, timeline: showTimeline,
+              resources: showResources, slurm: showSlurm, events: showEvents};
+
+async function showWorkflow(id, tab = 'summary', query) {
+  const mine = begin(`Workflow ${id}`, async () => {});
+  const workflow = await get(`/workflows/${id}`), body = make('div');
+  if (mine !== view) return;
+  document.title = `${visible(workflow.name)} - torc`;
+  show(make('h1', {}, link('', 'Workflows'), ` / ${workflow.name} `, make('span', {class: 'soft'}, `(${id})`)),
+    make('nav', {'aria-label': 'Parts of the workflow'}, Object.keys(TABS).map(name => make('a', {
+      href: `#/w/${id}/${name}`, 'aria-current': name === tab && 'page'}, name[0].toUpperCase() + name.slice(1)))), body);
+  follow(mine, id);
+  mine.refresh = await TABS[tab](body, workflow, query);
+}
+
+function stateWords(status) {
+  const {jobs_by_status: counts, active_compute_nodes: nodes, pending_scheduled_nodes: pending} = status;
+  if (status.is_canceled) return 'canceled';
+  if (status.is_complete) return sum(BROKEN.map(name => counts[name])) ? 'ended, and not all of it is good' : 'complete';
+  const runs = counts.running + counts.pending;
+  if (runs) return `${count(runs, 'job')} running on ${count(nodes, 'compute node')}`;
+  if (pending) return `waiting for ${count(pending, 'allocation')} in Slurm's queue`;
+  if (nodes) return `${count(nodes, 'compute node')} at work, no job running`;
+  if (counts.ready) return 'waiting for a runner';
+  return counts.uninitialized === status.total_jobs ? 'not started' : 'waiting';
+}
+
+function timeLeft(status, times) {      // from the attempts that ended last: '12m to 18m'
+  const counts = status.jobs_by_status, runs = counts.running;
+  const left = counts.uninitialized + counts.blocked + counts.ready + runs;
+  if (!left || !runs || times.length < 5) return null;
+  const mean = sum(times) / times.length, spread = Math.sqrt(sum(times.map(time => (time - mean) ** 2)) / times.length);
+  const guess = left / runs * mean, error = Math.sqrt(left) / runs * spread + mean / 2;
+  return `${elapsed(Math.max(0, guess - error))} to ${elapsed(guess + error)}, if ${runs} run at a time`;
+}
+
+async function showSummary(body, workflow) {
+  const id = workflow.id, seen = [];
+  return async () => {
+    const [status, why, ended, nodes] = await Promise.all([
+      get(`/workflows/${id}/status`), get(`/workflows/${id}/explanation`),
+      get('/results', {workflow_id: id, limit: 100, sort_by: 'id', reverse_sort: true}),
+      get('/compute_nodes', {workflow_id: id, is_active: true, limit: 50})]);
+    const counts = status.jobs_by_status, over = sum(['completed', ...BROKEN].map(name => counts[name]));
+    seen.push([Date.now() / 1000, over]);
+    while (seen.length > 1 && seen[0][0] < Date.now() / 1000 - 60) seen.shift();
+    const rate = (over - seen[0][1]) / Math.max(1, seen[seen.length - 1][0] - seen[0][0]);
+    const times = ended.items.map(row => row.exec_time_minutes * 60);
+    fill(body, make('p', {role: 'status'}, make('strong', {}, `Workflow is ${stateWords(status)}`)), progressBar(counts),
+      make('div', {class: 'columns'}, make('section', {}, make('h2', {}, 'Jobs'), table({
+        Status: ([name]) => link(`w/${id}/jobs?status:${name}`, stateOf(name)), Jobs: row => row[1].toLocaleString('en'),
+      }, Object.entries(counts).filter(pair => pair[1]), 'Jobs by status'), facts({
+        'Ended per minute': rate ? (60 * rate).toPrecision(2) : null, 'Time left': timeLeft(status, times),
+        'Wall time': status.walltime_seconds && elapsed(status.walltime_seconds),
+        'Execution time': elapsed(60 * (status.total_exec_time_minutes || 0))})),
+      make('section', {}, make('h2', {}, 'What it is about'), facts({
+        Description: workflow.description, Owner: workflow.user, Project: workflow.project, Run: workflow.run_id,
+        Directory: workflow.submission_directory, File: workflow.spec_path, Created: clock(workflow.timestamp)}))),
+      troubles(why, workflow), nodes.items.length > 0 && [make('h2', {}, 'Compute nodes at work'), nodeTable(nodes.items)],
+      make('h2', {}, 'Actions'), actions(workflow, status), make('p', {class: 'soft'},
+        'This server starts no processes. In a terminal on the cluster:'),
+      commandLine(...shell(workflow, status)));
+  };
+}
+
+function shell(workflow, status) {
+  const counts = status.jobs_by_status, verb = name => `${server.program} ${name} ${workflow.id}`;
+  const isBroken = BROKEN.some(name => counts[name]);
+  const lines = [isBroken ? verb('run') + ' --retry-failed' : verb('run'), verb('submit')];
+  if (isBroken) lines.push(verb('recover') + ' --dry-run');
+  return [`cd ${workflow.submission_directory || '.'}`, ...lines, verb('watch') + ' --recover', verb('explain')];
+}
+
+function troubles(why, workflow) {
+  const line = row => make('li', {}, link(`j/${row.job_id}`, row.job_name), ` (${row.status}`,
+    row.return_code !== undefined && `, return code ${row.return_code}`, ')', row.count > 1 && ` and ${row.count - 1} more`,
+    row.reason && `: ${row.reason}`);
+  const parts = {'What failed, and why': why.failures, Canceled: why.canceled, 'What others wait for': why.blockers,
+                 'To be known': why.remarks};
+  const ended = why.ended_allocations.map(row => make('li', {}, `Slurm job ${row.scheduler_id}: ${row.reason || row.status}`));
+  return [...Object.entries(parts).filter(pair => pair[1].length).map(([title, rows]) =>
+    [make('h2', {}, title), make('ul', {}, rows.map(line))]),
+    ended.length > 0 && [make('h2', {}, 'Allocations that ended badly'), make('ul', {}, ended)]];
+}
+
+const nodeTable = nodes => table({
+  ID: row => row.id, Host: row => row.hostname, CPUs: row => row.num_cpus, Memory: row => `${row.memory_gb.toFixed(1)} GB`,
+  GPUs: row => row.num_gpus, Kind: row => row.compute_node_type, Since: row => clock(row.start_time),
+  Until: row => clock(row.end_time), 'At work': row => row.is_active ? 'yes' : row.reason || 'no',
+}, nodes, 'Compute nodes');
+
+function jobList(jobs) {
+  return make('ul', {}, jobs.slice(0, 30).map(job => make('li', {}, `${job.name || job.job_name} (${job.status})`)),
+              jobs.length > 30 && make('li', {}, `and ${jobs.length - 30} more`));
+}
+
+function actions(workflow, status) {
+  const path = `/workflows/${workflow.id}`;
+  const reset = (title, wanted) => async () => act(async () => {
+    const plan = await ask('POST', `${path}/reset_jobs?dry_run=true`, wanted);
+    const jobs = [...plan.reset_jobs || plan.jobs || [], ...plan.downstream_jobs || []];
+    if (!await confirmed(title, jobs.length ? [`${count(jobs.length, 'job')}, with all that depends on them:`, jobList(jobs)] :
+                         'There are no such jobs.', title, !jobs.length)) return null;
+    return ask('POST', `${path}/reset_jobs`, wanted);
+  }, answer => answer ? 'Ready to run again: start a runner.' : '');
+  const simple = (title, words, work, done) => async () => act(
+    async () => await confirmed(title, words, title) && (await work(), true), answer => answer ? done : '');
+  const buttons = {
+    'Initialize': simple('Initialize', 'Jobs that wait for nothing become ready.', () =>
+      ask('POST', `${path}/initialize_jobs?only_uninitialized=true`), 'Initialized.'),
+    'Retry what failed': reset('Retry what failed', {statuses: BROKEN, reinit: true}),
+    'Run again what changed': async () => act(async () => {
+      const plan = await ask('POST', `${path}/process_changed_job_inputs?dry_run=true`);
+      const jobs = (plan.reinitialized_jobs || []).map(name => ({name, status: 'would run again'}));
+      if (!await confirmed('Run again what changed', jobs.length ? jobList(jobs) : 'No input has changed.', 'Run again',
+                           !jobs.length)) return null;
+      await ask('POST', `${path}/process_changed_job_inputs`);
+      return ask('POST', `${path}/initialize_jobs?only_uninitialized=true`);
+    }, answer => answer ? 'Ready to run again.' : ''),
+    'Reset all': simple('Reset all', 'All jobs are to run again, also those that are complete.', async () => {
+      await ask('POST', `${path}/reset_status`);
+      await ask('POST', `${path}/reset_job_status`);
+    }, 'All jobs are set back: initialize, then run.'),
+    'Cancel': simple('Cancel', 'Running jobs are stopped by their runners; waiting ones do not start.', () =>
+      ask('PUT', `${path}/cancel`), 'Canceled.'),
+    [workflow.is_archived ? 'Unarchive' : 'Archive']: simple('Archive', 'Archived workflows are not listed by default.', () =>
+      ask('POST', `${path}/archive`, {is_archived: !workflow.is_archived}), 'Done.'),
+    'Delete': simple('Delete', `Workflow ${workflow.id} (${workflow.name}) goes, with its ${count(status.total_jobs, 'job')} ` +
+      'and their results. Files on disk stay.', async () => {
+      await ask('DELETE', path);
+      location.assign('#/');
+    }, 'Deleted.')};
+  return make('div', {class: 'tools'}, Object.entries(buttons).map(([name, click]) =>
+    make('button', {click, 'data-key': name}, name)));
+}
+
+// ---- jobs ----
+
+const JOB_COLUMNS = {id: 'ID', name: 'Name', status: 'Status', attempt_id: 'Attempt', priority: 'Priority',
+                     compute_node_id: 'Node', command: 'Command'};
+const JOB_FILTERS = {name: 'name', status: 'status', command: 'command', label: 'labels', labels: 'labels',
+                     node: 'active_compute_node_id', requirements: 'resource_requirements_id', needs: 'upstream_job_id',
+                     file: 'needs_file_id'};
+
+function parseFilter(text) {        // 'status:failed work_1' -> {status: 'failed', name: 'work_1'}
+  const query = {};
+  for (const part of text.split(/\s+/).filter(Boolean)) {
+    const [, key, value] = /^(\w+):(.*)$/.exec(part) || [0, 'name', part];
+    if (!JOB_FILTERS[key]) throw new Error(`${key} is no column: use ${Object.keys(JOB_FILTERS).join(', ')}`);
+    query[JOB_FILTERS[key]] = value;
+  }
+  return query;
+}
+
+async function showJobs(body, workflow, query) {        // only the rows that are seen exist
+  const search = make('input', {type: 'search', value: query || '', 'data-key': 'search',
+    'aria-label': 'Filter jobs', placeholder: 'status:failed name:work command:python'});
+  const total = make('span', {class: 'soft', role: 'status'}), rows = make('tbody');
+  const above = make('td', {colspan: 7}), below = make('td', {colspan: 7});
+  const order = {sort_by: 'id', reverse_sort: false}, chunks = new Map();
+  let known = 0;
+  const heads = Object.entries(JOB_COLUMNS).map(([key, title]) => {
+    const head = make('th', {scope: 'col'}, make('button', {click: () => {
+      order.reverse_sort = order.sort_by === key && !order.reverse_sort;
+      order.sort_by = key;
+      for (const [other, cell] of heads) cell.setAttribute('aria-sort', other !== key ? 'none' :
+        order.reverse_sort ? 'descending' : 'ascending');
+      reload();
+    }}, title));
+    return [key, head];
+  });
+  const list = make('table', {'aria-label': 'Jobs'}, make('thead', {}, make('tr', {}, heads.map(pair => pair[1]))), rows);
+  const box = make('div', {class: 'scroll rows', tabindex: 0, role: 'region', 'aria-label': 'Jobs'}, list);
+  const load = async number => {
+    const {items, total_count} = await get('/jobs', {workflow_id: workflow.id, limit: CHUNK, offset: number * CHUNK, ...order,
+                                                     ...parseFilter(search.value)});
+    known = total_count;
+    chunks.set(number, items);
+    total.textContent = count(total_count, 'job');
+    list.setAttribute('aria-rowcount', total_count + 1);
+  };
+  const cell = {name: job => link(`j/${job.id}`, job.name), status: job => stateOf(job.status)};
+  const draw = () => {
+    const first = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - 10);
+    const last = Math.min(known, first + Math.ceil(box.clientHeight / ROW_PX) + 30), shown = [];
+    for (let index = first; index < last; index++) {
+      const chunk = chunks.get(Math.floor(index / CHUNK)), job = chunk && chunk[index % CHUNK];
+      shown.push(make('tr', {'aria-rowindex': index + 2}, job ? Object.keys(JOB_COLUMNS).map(key =>
+        make('td', {}, cell[key] ? cell[key](job) : job[key])) : make('td', {colspan: 7}, '…')));
+    }
+    above.style.height = `${first * ROW_PX}px`;
+    below.style.height = `${(known - last) * ROW_PX}px`;
+    fill(rows, make('tr', {class: 'spacer', 'aria-hidden': true}, above), shown,
+         make('tr', {class: 'spacer', 'aria-hidden': true}, below));
+  };
+  const needed = () => {
+    const first = Math.floor(box.scrollTop / ROW_PX / CHUNK);
+    const last = Math.floor((box.scrollTop + box.clientHeight) / ROW_PX / CHUNK);
+    return [...new Set([first, Math.min(last, Math.floor(Math.max(0, known - 1) / CHUNK))])];
+  };
+  const reload = async () => {
+    chunks.clear();
+    box.scrollTop = 0;
+    view.isDue = true;
+    view.at = 0;
+    history.replaceState(null, '', `#/w/${workflow.id}/jobs?${encodeURIComponent(search.value)}`);
+  };
+  let isWaiting = 0;
+  box.addEventListener('scroll', () => {
+    requestAnimationFrame(draw);
+    clearTimeout(isWaiting);
+    isWaiting = setTimeout(async () => {
+      await Promise.all(needed().filter(number => !chunks.has(number)).map(load)).catch(error => say(error.message, true));
+      draw();
+    }, 60);
+  });
+  search.addEventListener('change', reload);
+  fill(body, make('div', {class: 'tools'}, search, total), box);
+  return async () => {
+    const wanted = needed();
+    for (const number of [...chunks.keys()]) if (!wanted.includes(number)) chunks.delete(number);
+    await Promise.all(wanted.map(load));
+    draw();
+  };
+}
+
+async function showJob(id) {
+  const mine = begin(`Job ${id}`, async () => {}), job = await get(`/jobs/${id}`);
+  const requirements = await get(`/resource_requirements/${job.resource_requirements_id}`).catch(() => ({}));
+  if (mine !== view) return;
+  document.title = `${visible(job.name)} - torc`;
+  const head = make('div'), attempts = make('div'), logs = {};
+  const parts = ['stdout', 'stderr'].map(stream => {
+    const part = make('section', {}, make('h2', {}, stream));
+    logs[stream] = showLog(part, id, stream, mine);
+    return part;
+  });
+  show(make('h1', {}, link('', 'Workflows'), ' / ', link(`w/${job.workflow_id}`, `workflow ${job.workflow_id}`), ' / ',
+    link(`w/${job.workflow_id}/jobs`, 'jobs'), ` / ${job.name}`), head, make('h2', {}, 'Command'), make('pre', {}, job.command),
+    attempts, make('div', {class: 'columns'}, parts));
+  follow(mine, job.workflow_id);
+  mine.refresh = async () => {
+    const [now, why, results, stats] = await Promise.all([get(`/jobs/${id}`), get(`/jobs/${id}/explanation`),
+      get('/results', {workflow_id: job.workflow_id, job_id: id, all_runs: true, limit: 100}),
+      get('/slurm_stats', {workflow_id: job.workflow_id, job_id: id, limit: 100})]);
+    const needs = (now.depends_on_job_ids || []).slice(0, 20);
+    fill(head, make('p', {role: 'status'}, stateOf(now.status), why.reason && ` ${why.reason}`), facts({
+      ID: id, Requirements: requirements.name && `${requirements.name}: ${count(requirements.num_cpus, 'CPU')}, ` +
+        `${requirements.memory}, ${requirements.num_gpus} GPUs, ${requirements.num_nodes} nodes, ${requirements.runtime}`,
+      'Waits for': needs.length ? needs.map(need => [link(`j/${need}`, `job ${need}`), ' ']) : null,
+      'Compute node': now.compute_node_id, Labels: (now.labels || []).join(' ')}), jobActions(now));
+    fill(attempts, make('h2', {}, 'Attempts'), results.items.length === 0 && make('p', {class: 'soft'}, 'None has ended.'), table({
+      Run: row => row.run_id, Attempt: row => row.attempt_id, Status: row => stateOf(row.status), Code: row => row.return_code,
+      Ended: row => clock(row.completion_time), Time: row => elapsed(60 * row.exec_time_minutes),
+      Memory: row => row.peak_memory_bytes ? amount(row.peak_memory_bytes, 'B') : '',
+      CPU: row => row.peak_cpu_percent ? amount(row.peak_cpu_percent, '%') : '', Node: row => row.compute_node_id,
+      Reason: row => row.reason || '',
+      Slurm: row => (({slurm_job_id, max_rss_bytes} = {}) => slurm_job_id ? `job ${slurm_job_id}` +
+        (max_rss_bytes ? `, ${amount(max_rss_bytes, 'B')}` : '') : '')(stats.items.find(one =>
+        one.run_id === row.run_id && one.attempt_id === row.attempt_id)),
+    }, results.items.slice().reverse(), 'Attempts'));
+    for (const log of Object.values(logs)) await log(now);
+  };
+}
+
+function jobActions(job) {
+  const priority = make('input', {type: 'number', value: job.priority, id: 'priority', 'data-key': 'priority'});
+  const again = async () => act(async () => {
+    const path = `/workflows/${job.workflow_id}/reset_jobs`, wanted = {job_ids: [job.id], reinit: true};
+    const plan = await ask('POST', `${path}?dry_run=true`, wanted);
+    const jobs = [...plan.reset_jobs || plan.jobs || [], ...plan.downstream_jobs || []];
+    return await confirmed('Run again', jobList(jobs), 'Run again') && ask('POST', path, wanted);
+  }, answer => answer ? 'Ready to run again: start a runner.' : '');
+  return make('div', {class: 'tools'}, make('label', {for: 'priority'}, 'Priority'), priority,
+    make('button', {'data-key': 'set', click: () => act(
+      () => ask('PUT', `/jobs/${job.id}`, {priority: Number(priority.value)}), 'Its priority is changed.')}, 'Set'),
+    make('button', {'data-key': 'again', click: again}, 'Run again'));
+}
+
+function showLog(part, id, stream, mine) {      // the end of a file; more is added at either end
+  const text = make('pre', {class: 'log', tabindex: 0, 'aria-label': `${stream} of the job`});
+  const note = make('p', {class: 'soft'}), place = {first: 0, next: -PIECE, attempt: 0, size: 0};
+  let pen = {}, decoder = new TextDecoder();
+  const read = async offset => {
+    const {size, offset: at, data} = await get(`/jobs/${id}/output`, {stream, offset});
+    return {size, at, data: Uint8Array.from(atob(data), mark => mark.charCodeAt(0))};
+  };
+  const earlier = make('button', {hidden: true, click: async () => {
+    const {data, at} = await read(Math.max(0, place.first - PIECE)), older = make('span');
+    paint(older, new TextDecoder().decode(data.slice(0, place.first - at)), {});
+    text.prepend(older);
+    place.first = at;
+    earlier.hidden = at === 0;
+  }}, 'Earlier output');
+  part.append(note, earlier, text);
+  return async job => {
+    if (job.attempt_id !== place.attempt) {
+      Object.assign(place, {first: 0, next: -PIECE, attempt: job.attempt_id});
+      [pen, decoder] = [{}, new TextDecoder()];
+      text.replaceChildren();
+    }
+    const isAtEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+    try {
+      for (let turns = 0; turns < 4; turns++) {
+        const {data, size, at} = await read(place.next);
+        if (place.next < 0) place.first = at;
+        place.next = at + data.byteLength;
+        place.size = size;
+        const piece = make('span');
+        paint(piece, decoder.decode(data, {stream: true}), pen);
+        text.append(piece);
+        while (text.children.length > KEPT_PIECES) text.firstChild.remove();
+        if (place.next >= size) break;
+      }
+      earlier.hidden = place.first === 0;
+      note.textContent = `${amount(place.size, 'B')}`;
+    } catch (error) {
+      if (error.name === 'AbortError' || error instanceof LoggedOut) throw error;
+      note.textContent = error.message;
+    }
+    if (isAtEnd) text.scrollTop = text.scrollHeight;
+    if (job.status === 'running') mine.isDue = true;
+  };
+}
+
+// ---- drawings ----
+
+async function drawn(body, path, words, controls, isWide) {
+  const place = make('div', {class: 'scroll'}), note = make('p', {class: 'soft'});
+  let before = '';
+  fill(body, controls, note, place);
+  return async () => {
+    const begun = Date.now(), {shapes, width, height, title} = await get(...path());
+    view.rest = 10 * (Date.now() - begun);      // a large one costs the server much
+    const text = JSON.stringify(shapes);
+    note.textContent = title;
+    if (text === before) return;
+    before = text;
+    const svg = document.createElementNS(SVG, 'svg');
+    for (const [key, value] of Object.entries({viewBox: `0 0 ${width} ${height}`, role: 'group', 'aria-label': words}))
+      svg.setAttribute(key, value);
+    svg.style.minWidth = `${width}px`;
+    svg.style.maxWidth = isWide ? 'none' : `${width}px`;
+    drawShapes(svg, shapes);
+    fill(place, svg);
+  };
+}
+
+function showGraph(body, workflow, query) {
+  const files = make('input', {type: 'checkbox'});
+  files.addEventListener('change', () => { view.isDue = true; view.at = 0; });
+  const open = new URLSearchParams(query || '').get('open') || '';
+  return drawn(body, () => [`/workflows/${workflow.id}/graph`, {open, files: files.checked}], 'Graph of the jobs',
+    make('div', {class: 'tools'}, make('label', {}, files, ' files and user data'),
+         open && link(`w/${workflow.id}/graph`, 'close what is open')));
+}
+
+function showTimeline(body, workflow) {
+  return drawn(body, () => [`/workflows/${workflow.id}/timeline`], 'Jobs on nodes over time', make('div'), true);
+}
+
+async function showResources(body, workflow) {
+  return async () => {
+    const top = key => get('/results', {workflow_id: workflow.id, limit: BARS, sort_by: key, reverse_sort: true});
+    const [memory, cpu] = await Promise.all([top('peak_memory_bytes'), top('peak_cpu_percent')]);
+    const ids = [...new Set([...memory.items, ...cpu.items].map(row => row.job_id))];
+    const jobs = new Map((await Promise.all(ids.map(id => get(`/jobs/${id}`)))).map(job => [job.id, job]));
+    const all = new Map((await get('/resource_requirements', {workflow_id: workflow.id})).items.map(row => [row.id, row]));
+    const limit = row => all.get((jobs.get(row.job_id) || {}).resource_requirements_id) || {};
+    const bars = (rows, key, asked, unit, title) => [
+      {type: 'bar', name: `Peak ${title}`, yaxis: unit === 'B' ? 'y' : 'y2', x: rows.map(row => row.job_name), y: rows.map(row => row[key] || 0)},
+      {type: 'bar', name: 'Asked for', yaxis: unit === 'B' ? 'y' : 'y2', x: rows.map(row => row.job_name), y: rows.map(asked)}];
+    const place = make('div');
+    drawFigure({data: [...bars(memory.items, 'peak_memory_bytes', row => limit(row).memory_bytes || bytes(limit(row).memory), 'B', 'memory'),
+      ...bars(cpu.items, 'peak_cpu_percent', row => 100 * (limit(row).num_cpus || 0), '%', 'CPU')],
+      layout: {title: {text: 'What jobs used', subtitle: {text: `the ${BARS} with the highest peaks, beside what they asked for`}},
+        yaxis: {title: {text: 'Memory'}, ticksuffix: 'B'}, yaxis2: {title: {text: 'CPU (100% is one core)'}, ticksuffix: '%'}}}, place);
+    fill(body, memory.items.length ? place : make('p', {class: 'soft'}, 'No attempt has ended.'));
+  };
+}
+
+const bytes = text => {         // '1.5g' -> 1610612736
+  const [, number, unit] = /^([\d.]+)\s*([kmgtp]?)/i.exec(text || '0') || [0, 0, ''];
+  return Number(number) * 1024 ** ' kmgtp'.indexOf(unit.toLowerCase() || ' ');
+};
+
+async function showSlurm(body, workflow) {
+  return async () => {
+    const query = {workflow_id: workflow.id, limit: 200, sort_by: 'id', reverse_sort: true};
+    const [records, nodes] = await Promise.all([get('/scheduled_compute_nodes', query), get('/compute_nodes', query)]);
+    fill(body, make('h2', {}, 'Allocations'), records.items.length === 0 && make('p', {class: 'soft'}, 'None was submitted.'), table({
+      ID: row => row.id, 'Slurm job': row => row.scheduler_id || '', Status: row => row.status, Reason: row => row.reason || ''
+    }, records.items, 'Allocations'), make('h2', {}, 'Compute nodes'), nodeTable(nodes.items),
+      make('p', {class: 'soft'}, 'What Slurm says of them:'),
+      commandLine(`${server.program} slurm sacct ${workflow.id}`, `${server.program} slurm parse-logs torc_output -w ${workflow.id}`));
+  };
+}
+
+async function showEvents(body, workflow) {
+  const rows = make('tbody'), seen = new Set();
+  const line = (time, type, message, id) => {
+    if (seen.has(id)) return;
+    seen.add(id);
+    rows.prepend(make('tr', {}, make('td', {}, clock(time)), make('td', {}, type), make('td', {}, message)));
+    while (rows.children.length > 1000) rows.lastChild.remove();
+  };
+  fill(body, make('table', {'aria-label': 'Events'}, make('thead', {}, make('tr', {}, ['Time', 'Event', 'What happened'].map(
+    name => make('th', {scope: 'col'}, name)))), rows));
+  view.onEvent = event => event.event_type && line(event.timestamp, event.event_type,
+    (event.data || {}).message || JSON.stringify(event.data), `${event.timestamp} ${JSON.stringify(event.data)}`);
+  const {items} = await get('/events', {workflow_id: workflow.id, limit: 200, sort_by: 'id', reverse_sort: true});
+  items.reverse().forEach(row => line(row.timestamp, row.data.event_type || row.data.category, row.data.message ||
+    JSON.stringify(row.data), row.id));
+  return async () => {};
+}
+
+// ---- from the beginning ----
+
+const ROUTES = [[/^$/, showWorkflows], [/^new$/, showNew], [/^w\/(\d+)(?:\/(\w+))?$/, showWorkflow], [/^j\/(\d+)$/, showJob]];
+
+async function route() {
+  const [path, query] = location.hash.slice(2).split('?'), words = decodeURIComponent(query || '');
+  if (location.hash.startsWith('#key=')) return takeKey();
+  for (const [pattern, open] of ROUTES) {
+    const match = pattern.exec(path || '');
+    if (!match) continue;
+    try {
+      await open(...match.slice(1).map(part => part), words);
+    } catch (error) {
+      if (error.name === 'AbortError' || error instanceof LoggedOut) return undefined;
+      say(error.message, true);
+      Object.assign(view, {refresh: route, isDue: false, at: Date.now()});     // until it works
+    }
+    return tick();
+  }
+  location.replace('#/');
+}
+
+function takeKey() {        // it worked once, and stands nowhere any more
+  const key = location.hash.slice('#key='.length);
+  history.replaceState(null, '', '#/');
+  return logIn({key});
+}
+
+async function start() {
+  server = await (await request('GET', '/login')).json();
+  if (!server.user) return showLogin();
+  document.getElementById('who').replaceChildren(make('span', {class: 'soft'}, `${server.user} at ${server.database}`));
+  document.getElementById('out').hidden = !word;
+  await route();
+}
+
+document.getElementById('out').addEventListener('click', logOut);
+document.addEventListener('visibilitychange', () => view && (view.isDue = true));
+document.addEventListener('keydown', event => {
+  const field = document.querySelector('input[type=search]');
+  if (event.key === '/' && field && !/^(INPUT|TEXTAREA)$/.test(document.activeElement.tagName)) {
+    event.preventDefault();
+    field.focus();
+  }
+});
+addEventListener('hashchange', route);
+setInterval(tick, 500);
+(location.hash.startsWith('#key=') ? takeKey() : start()).catch(error => error instanceof LoggedOut || say(error.message, true));
+"""
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>torc</title><link rel="icon" href="data:,"><style>{}</style></head>
+<body class="app"><a class="skip" href="#main">Skip to the content</a>
+<header><a href="#/"><strong>torc</strong></a><span id="who"></span><span id="live" role="status"></span>
+<button id="out" hidden>Log out</button></header>
+<main id="main" tabindex="-1"></main><div id="said" role="alert"></div>
+<noscript>This page works with JavaScript, which this browser does not run.</noscript>
+<script>{}</script></body></html>
 """
 
 
