@@ -65,6 +65,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     17c. Watching
     18. Remote
     19. Rendering
+    19c. Reports of a workflow
     20. Commands
     20a. Workflows
     20b. Logs
@@ -107,6 +108,7 @@ import functools
 import gc
 import glob
 import hashlib
+import html.parser
 import http.client
 import http.server
 import importlib
@@ -16251,9 +16253,22 @@ class ProgressTest(unittest.TestCase):
         self.assertEqual('0/10 done (0%), 2 running, 0s\n'
                          'failed bad (return code 3): oops\\x1b[2J\\n\\x9b\noops\\x1b[2J\\n\\x9b\n', self.shown([(0, 0, 0), 'oops\x1b[2J\n\x9b']))
         self.assertEqual('', self.shown([(0, 0, 0), 'oops'], is_quiet=True))
-        self.assertEqual('\r[....................] 0/10 done (0%), 2 running, 0s\x1b[K'      # the second comes too soon
-                         '\r[##########..........] 5/10 done (50%), 2 running, 0s\x1b[K\r\x1b[K', self.shown([(0, 0, 0), (0.05, 1, 0), (0.2, 5, 0)], TERMINAL))
-        self.assertEqual('\r5/10 done (50%), 2 running, 1 failed, 0s\x1b[K\r\x1b[K', self.shown([(0.2, 5, 1)], TERMINAL), 'no room for a bar')
+        plain = TERMINAL._replace(is_unicode=False, has_colour=False)
+        self.assertEqual('\r....................  0/10 done (0%), 2 running, 0s\x1b[K'      # the second comes too soon
+                         '\r##########..........  5/10 done (50%), 2 running, 0s\x1b[K\r\x1b[K', self.shown([(0, 0, 0), (0.05, 1, 0), (0.2, 5, 0)], plain))
+        self.assertEqual('\r\x1b[31m████████▌\x1b[0m░░░░░░░░  5/10 done (50%), 2 running, 1 failed, 0s\x1b[K\r\x1b[K', self.shown([(0.2, 5, 1)], TERMINAL))
+        self.assertEqual('\r5/10 done (50%), 2 running, 1 failed, 0s\x1b[K\r\x1b[K', self.shown([(0.2, 5, 1)], TERMINAL._replace(width=45)), 'no room for a bar')
+        self.assertEqual('\r5/10 done (50%), 2 run…\x1b[K\r\x1b[K', self.shown([(0.2, 5, 1)], TERMINAL._replace(width=24)))
+
+    def test_it_says_how_long_the_oldest_job_runs_and_none_leaves_only_what_happens(self):
+        for age_s, words in ((0.9, '1 running,'), (61, '1 running (oldest 1m 01s),'), (-torc.math.inf, '1 running,')):
+            self.assertIn(words, torc.format_progress({'total': 2, 'done': 0, 'running': 1, 'oldest_s': age_s}, 0, 0, torc.PLAIN))
+        progress = torc.Progress(io.StringIO(), torc.PLAIN, form='none')
+        progress.on_turn({'total': 10})
+        progress.on_failed_job('bad', 3)
+        self.assertEqual('failed bad (return code 3)\n', progress.stream.getvalue())
+        for form, is_bar in (('plain', (False, False)), ('bar', (True, True)), ('', (False, True))):
+            self.assertEqual(is_bar, tuple(torc.Progress(io.StringIO(), style, form=form).style.is_terminal for style in (torc.PLAIN, TERMINAL)))
 
     def test_the_time_left_follows_from_the_rate_and_ends_with_the_work(self):
         counts = {'total': 100000, 'done': 48210, 'running': 8, 'failed': 12, 'canceled': 3}
@@ -16525,6 +16540,89 @@ class PlotTest(WorldTest):
         os.chmod(os.path.dirname(path), 0o500)
         self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
         self.assertIn('job_3', self.plot(path))
+
+
+# ======== 19c. Reports of a workflow ========
+
+
+MARKUP = '</title><script>alert(1)</script><img src=x onerror=y>"\'&`|*_[a](b)\\#'
+
+
+class DrawnFormsTest(unittest.TestCase):
+    """Graphs and timelines as text for people and programs."""
+
+    NODES = [('prep', 0, {'completed': 1}), ('work_#', 1, {'completed': 1200, 'failed': 1}), ('out.txt', 1.5, {'files': 1}), ('end', 2, {'canceled': 1})]
+
+    def graph(self, *names: str) -> Dict[str, Any]:
+        """A drawing of nodes, with other names if they are given."""
+        nodes = [{'name': name, 'layer': layer, 'counts': counts} for name, layer, counts in self.NODES]
+        for node, name in zip(nodes, names):
+            node['name'] = name
+        return {'title': '1,203 jobs', 'nodes': nodes, 'edges': [[0, 1, 1201], [1, 2, 1], [1, 3, 1]], 'width': 9, 'height': 9, 'shapes': [
+            ['text', {'x': 1, 'class': node['name']}, node['name']] for node in nodes]}
+
+    def test_a_graph_in_each_form(self):
+        self.assertEqual(textwrap.dedent("""\
+            1,203 jobs
+
+               1  prep (completed) -> work_# x1,201
+               2  work_# (1,200 completed, 1 failed) -> out.txt, end
+               3  out.txt (file)
+               4  end (canceled)
+            """), torc.format_graph(self.graph()))
+        self.assertEqual('   2  work_# (1,200 comple…', torc.format_graph(self.graph(), TERMINAL._replace(width=27)).splitlines()[3])
+        self.assertEqual(textwrap.dedent("""\
+            digraph "1,203 jobs" {
+              rankdir=LR;
+              node [shape=box, style=rounded, penwidth=2, fontname="sans-serif"];
+              n0 [label="prep\\ncompleted", color="#009e73"];
+              n1 [label="work_#\\n1,200 completed, 1 failed", color="#d55e00"];
+              n2 [label="out.txt\\nfile", color="#5b6470", shape=note];
+              n3 [label="end\\ncanceled", color="#cc79a7"];
+              n0 -> n1 [label="1,201"];
+              n1 -> n2;
+              n1 -> n3;
+            }
+            """), torc.format_links(self.graph(), is_dot=True))
+        self.assertEqual(textwrap.dedent("""\
+            flowchart LR
+              n0["prep<br/>completed"]
+              style n0 stroke:#009e73,stroke-width:2px
+              n1["work_#35;<br/>1,200 completed, 1 failed"]
+              style n1 stroke:#d55e00,stroke-width:2px
+              n2["out.txt<br/>file"]
+              style n2 stroke:#5b6470,stroke-width:2px
+              n3["end<br/>canceled"]
+              style n3 stroke:#cc79a7,stroke-width:2px
+              n0 -->|1201| n1
+              n1 --> n2
+              n1 --> n3
+            """), torc.format_links(self.graph()))
+
+    def test_a_timeline_as_text(self):
+        lanes = [{'hostname': name, 'compute_node_id': number, 'attempts': number, 'running': [0.0] * 50 + [level] * 50 + [0.0] * 100}
+                 for name, number, level in (('n', 1, 0.5), ('longer', 2, 4.0))]
+        drawing = {'title': 'T', 'lanes': lanes, 'span_seconds': 200.0}
+        bar = ' ' * 15 + '{}' * 15 + ' ' * 30
+        self.assertEqual(f"T\nn (1)      |{bar.replace('{}', '▄')}| 1 attempt, 1 at once\nlonger (2) |{bar.replace('{}', '█')}| 2 attempts, 4 at once\n"
+                         f"            0s{'3m 20s':>58}\n", torc.format_timeline(drawing, torc.IN_FILE))
+        self.assertIn('n (1)      |  ===     | 1 attempt', torc.format_timeline(drawing, torc.PLAIN._replace(width=1)))
+        self.assertEqual('T\n', torc.format_timeline({'title': 'T', 'lanes': [], 'span_seconds': 0.0}))
+
+    def test_names_are_only_text_in_every_form(self):
+        graph = self.graph(MARKUP, HOSTILE, 'a\\', '"]; x -> y; ["')
+        document = xml.dom.minidom.parseString(torc.format_svg_file(graph, torc.PLAIN).encode())
+        texts = document.getElementsByTagName('text')
+        self.assertEqual([MARKUP, torc.printable(HOSTILE).replace('\n', ' ')], [' '.join(texts[number].firstChild.data.split('\n')) for number in (0, 1)])
+        self.assertEqual(set(), {'script', 'img', 'a'} & {node.tagName for node in document.getElementsByTagName('*')})
+        for form in (lambda graph: torc.format_links(graph, is_dot=True), torc.format_links, torc.format_graph):
+            text, usual = form(graph), form(self.graph())
+            self.assertIsNone(ACTS.search(text), form)
+            self.assertEqual(len(usual.splitlines()), len(text.splitlines()), form)
+        self.assertEqual(len(self.NODES), len(re.findall(r'(?m)^  n\d \[label="(?:[^"\\]|\\.)*", color="#\w+"(?:, shape=note)?\];$', torc.format_links(graph, is_dot=True))))
+        self.assertEqual(len(self.NODES), len(re.findall(r'(?m)^  n\d\["[\w .,:/#;-]*<br/>[\w ,]*"\]$', torc.format_links(graph))))
+        self.assertIsNone(re.search(r'(?<!\\)[`<>|*_\[]', torc.quote_markdown(MARKUP)))
+        self.assertNotIn('var(', torc.format_svg_file(graph, torc.PLAIN))
 
 
 # ======== 20. Commands ========
@@ -17411,6 +17509,154 @@ class UsedResourcesTest(CommandTest):
                          '  generate_plots: true\n  jobs: {granularity: time_series}\n')
         outcome = self.assertExit(0, self.world.main('run', 'series.yaml'))
         self.assertIn('Plots: torc_output/resource_utilization/wf3_r1_job_', outcome.err)
+
+
+class PageReader(html.parser.HTMLParser):
+    """The elements of a page, with their attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found, self.attributes, self.text = set(), set(), ''    # type: Set[str], Set[str], str
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+class ReportTest(CommandTest):
+    """`graph`, `timeline`, `report`, and `status --watch`."""
+
+    SPEC = """
+        name: w
+        files: [{name: raw, path: raw.txt}]
+        resource_requirements: [{name: small, num_cpus: 1, memory: 100m, runtime: PT10M}]
+        jobs:
+          - {name: prep, command: echo > raw.txt, output_files: [raw]}
+          - {name: "work_{i}", command: "test {i} = 1 || { seq 30 >&2; echo '<script>x</script>' >&2; exit 3; }", parameters: {i: "1:2"},
+             input_files: [raw], depends_on: [prep], resource_requirements: small}
+          - {name: end, command: "true", depends_on: [work_2]}
+        """
+
+    def test_what_a_workflow_looks_like(self):
+        self.make(self.SPEC)
+        self.play("""
+            $ graph 1
+            4 jobs, 3 dependencies
+
+               1  prep (uninitialized) -> work_# x2
+               2  work_# (2 uninitialized) -> end
+               3  end (uninitialized)
+            $ graph 1 --files -f mermaid -> 0: n3["raw.txt<br/>file"]
+            $ timeline 1
+            nothing has run
+            $ graph 1 -o g.dot
+            Wrote g.dot
+            % grep -q '^digraph "4 jobs' g.dot
+            $ -f json graph 1 -o g.svg -> 0: "file": "g.svg"
+            $ timeline 1 -o t.svg
+            Wrote t.svg
+            $ graph 1 -f svg -> 0: <svg xmlns=
+            $ timeline 1 -o x -> 2: x does not end in .svg, .txt or .json: give another name, or --format
+            $ timeline 1 -o x.dot -> 2: x.dot does not end in .svg, .txt or .json
+            $ graph 1 -o none/x.svg -> 2: cannot write none/x.svg: No such file or directory; give another place with --output
+            $ timeline 1 -f json -> 0: "span_seconds": 0.0
+            $ report 1 -o . -f html -> 2: cannot write .: 
+            $ graph 1 -f png -> 2: 'png'
+            $ graph 9 -> 4: workflow 9 not found
+            $ status 1 --watch -> 2: --watch redraws a terminal: leave it out, or wait with `torc.py watch 1`
+            """)
+        for name in ('g.svg', 't.svg'):
+            xml.dom.minidom.parse(self.world.path(name))
+        found = self.json('graph 1')
+        self.assertEqual((['title', 'nodes', 'edges'], [[0, 1, 2], [1, 2, 1]]), (list(found), sorted(found['edges'])))
+        self.assertEqual([], self.json('timeline 1')['lanes'])
+
+    def test_a_report_says_what_happened_and_markup_in_it_is_text(self):
+        self.world.write('w.yaml', self.SPEC.replace('name: w\n', 'name: ' + json.dumps(MARKUP) + '\n') + f'\n# {HOSTILE}'.replace('\n', '\n#'))
+        os.rename(self.world.path('w.yaml'), self.world.path('raw.yaml'))
+        text = ACTS.sub('', self.world.read('raw.yaml'))
+        self.world.write('w.yaml', text + '\n# \u202e\n')
+        self.assertExit(1, self.world.main('run', 'w.yaml', '--progress', 'none'))
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', "UPDATE result SET reason = 'x' || char(27) || char(8238) || '<b>' WHERE status = 6"))
+        self.assertEqual('Wrote r.html\n', self.text('report 1 -o r.html'))
+        page = self.world.read('r.html')
+        shown = PageReader(page)
+        self.assertIsNone(ACTS.search(page))
+        self.assertEqual(set(), shown.found & {'script', 'img', 'b', 'a', 'link'})
+        self.assertEqual(set(), {name for name in shown.attributes if re.match('on|src|href|style', name)})
+        self.assertNotRegex(page, r'url\(|@import')
+        for words in (MARKUP, 'Failures: 1', 'work_2 (failed, return code 3): x\\x1b\\u202e<b>', '\n30\n<script>x</script>', '10m 0s', 'Node hours', '# \\u202e\n', 'work_#'):
+            self.assertIn(words, shown.text)
+        self.assertNotIn('\n11\n', shown.text)     # only the last lines
+        self.assertEqual(2, page.count('<svg '))
+        text = self.text('report 1 -f md')
+        self.assertIsNone(ACTS.search(text))
+        self.assertEqual([], re.findall(r'(?m)^(?! {4}).*(?<!\\)<(?!br/>)', text))
+        self.assertIn('```mermaid\nflowchart LR\n', text)
+        self.assertIn('\n    30\n    <script>x</script>\n', text)
+        found = self.json('report 1')
+        self.assertEqual((1, ['work_2'], 3), (found['failure_count'], [item['job_name'] for item in found['failures']], len(found['graph']['nodes'])))
+        self.assertIn({'requirements': 'small', 'resource': 'runtime', 'jobs': 2, 'asked': 600.0}, [
+            {key: row[key] for key in row if key != 'used'} for row in found['resources']])
+        self.assertTrue(found['failures'][0]['job_stderr'].endswith('job_wf1_j3_r1_a1.e'))
+        self.assertEqual(MARKUP, found['workflow']['name'])
+        # Others may set the path of the file: what is no workflow file stays where it is.
+        self.world.write('secret', 'hush')
+        self.text(f"workflows update 1 --spec-path {shlex.quote(self.world.path('secret'))}")
+        self.assertIsNone(self.json('report 1')['spec'])
+
+    @slow
+    def test_a_report_on_ten_thousand_failed_jobs_is_less_than_a_megabyte(self):
+        self.make('name: w\njobs: [{name: "long_name_of_a_job_{i}", command: exit 1, parameters: {i: "1:10000"}}]\n')
+        for statement in ("INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, status) "
+                          "SELECT 1, id, 1, 1 + id % 9, 1, 0.5, '2026-01-01T00:' || (10 + id % 50) || ':00Z', 6 FROM job", 'UPDATE workflow SET run_id = 1 WHERE id = 1',
+                          'UPDATE job SET status = 6 WHERE id > 0'):
+            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', statement))
+        os.makedirs(self.world.path('torc_output', 'job_stdio'))
+        for number in range(1, 10001, 100):
+            self.world.write(f'torc_output/job_stdio/job_wf1_j{number}_r1_a1.e', '<' * 40000 + '\n' + ('&' * 1000 + '\n') * 100)
+        self.assertEqual('Wrote r.html\n', self.text('report 1 -o r.html'))
+        page = self.world.read('r.html')
+        self.assertLess(len(page.encode()), 1000000)
+        self.assertIn('Failures: 10,000, the first 20', page)
+        self.assertIn('10000 attempts in ', self.text('timeline 1'))
+
+    @slow
+    def test_status_is_redrawn_until_the_workflow_is_complete(self):
+        self.make('name: w\njobs: [{name: a, command: "until test -e go; do sleep 0.05; done"}]\n')
+        run = self.world.start('run', 1)
+
+        def seen(said: bytes) -> bool:
+            if b'in progress' in said:
+                self.world.write('go', '')
+            return b'every job ended well' in said and said.endswith(b'\x1b[?7h') and run.has_ended() and len(said) > 10 ** 9
+        self.world.wait(lambda: self.world.main('status', 1).out.count('in progress'), 20, 'the job', [run])
+        code, said = on_terminal(self.world, World.command(['status', 1, '--watch']), until=seen)
+        self.assertEqual(0, code)
+        first, *others = said.split('\x1b[?7l')[1:]
+        self.assertIn('Workflow is in progress: 1 running', first)
+        self.assertIn('every job ended well', others[-1])
+        self.assertRegex(said, r'\r\x1b\[\d+A\x1b\[\?7l')
+        self.assertExit(0, run.finish(20))
+
+    @slow
+    def test_progress_has_the_form_that_is_asked_for(self):
+        self.make('name: w\njobs: [{name: a, command: "true"}, {name: b, command: "echo why >&2; exit 3"}]\n')
+        for form, is_line, is_bar in (('bar', False, True), ('plain', True, False), ('none', False, False)):
+            _, said = on_terminal(self.world, World.command(['run', 1, '--retry-failed', '--progress', form]))
+            self.assertEqual((is_line, is_bar, 1), (bool(re.search(r'(?m)^\d/2 done', said)), '░' in said, said.count('failed b (return code 3): why\n')), form)
+        self.assertIn('░  1/2 done', self.assertExit(1, self.world.cli('run', 1, '--retry-failed', '--progress', 'bar')).err)
+        self.make('name: left\njobs: [{name: a, command: "true"}]\n')
+        _, said = on_terminal(self.world, World.command(['watch', 2, '--once', '--persistent']))
+        self.assertIn('░  0/1 done (0%)', said)
+        self.assertTrue(said.endswith('\r\x1b[K'), said)
+        self.play("""
+            $ watch 1 --once --progress loud -> 2: --progress: 'loud'
+            """)
 
 
 class BundleTest(CommandTest):
@@ -20232,9 +20478,9 @@ class ParserTest(unittest.TestCase):
             ('status 1 --qiet', "unknown option --qiet, did you mean '--quiet'?"),
             ('status -z', 'unknown option -z'),
             ('-f jsno status', "-f/--format: 'jsno' is none of table, json, csv, tsv, did you mean 'json'?"),
-            ('status x', "'x' is not an id: ids are whole numbers from 1; usage: torc.py status [WF]"),
-            ('status 1 2', "'2' is an unexpected argument; usage: torc.py status [WF]"),
-            ('status 1 -- 2', "'2' is an unexpected argument; usage: torc.py status [WF]"),
+            ('status x', "'x' is not an id: ids are whole numbers from 1; usage: torc.py status [WF] [options]"),
+            ('status 1 2', "'2' is an unexpected argument; usage: torc.py status [WF] [options]"),
+            ('status 1 -- 2', "'2' is an unexpected argument; usage: torc.py status [WF] [options]"),
             ('access-groups get', 'GROUP is missing; usage: torc.py access-groups get GROUP'),
             ('delete', 'WF is missing; usage: torc.py delete WF... [options]'),
             ('jobs create 1 -n x', '--command CMD is missing; usage: torc.py jobs create [WF] [options]'),
@@ -22306,7 +22552,8 @@ for _way in LOSSES_OF_ALLOCATIONS:
 
 RULER = re.compile(r'# =+ +(?:(\w+)\. )?(\S.*?)(?:: (.*?))? +=+\s*$')
 TOP_LEVEL = {'torc.py', 'test_torc.py', 'examples', 'README.md', 'LICENSE'}
-APPENDICES = {'PLOT_PAGE', 'PAGE_STYLE', 'DRAW_SCRIPT', 'APP_SCRIPT', 'PAGE'}       # a constant that may stand below its users, so that Python reads on without it
+# constants that may stand below their users, so that Python reads on without them
+APPENDICES = {'PLOT_PAGE', 'PAGE_STYLE', 'DRAW_SCRIPT', 'APP_SCRIPT', 'PAGE_HTML'}
 
 # Functions that may say `except Exception`: borders between a bug and the rest of a long-lived process.
 BORDERS = {
@@ -22323,7 +22570,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33159
+TORC_LINES = 33557
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

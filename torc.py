@@ -83,6 +83,7 @@ Sections (grep '^# ==' torc.py):
     19. Rendering
     19a. Reports
     19b. Plots
+    19c. Reports of a workflow
     20. Commands
     20a. Workflows
     20b. Logs
@@ -11049,7 +11050,7 @@ MOST_NODES = 80             # of a graph; beyond, jobs of one kind are one node 
 MOST_OPENED = 100           # jobs of a node that is opened
 MOST_ATTEMPTS = 2000        # of a timeline; beyond, it shows how many ran
 BOX_WIDTH, BOX_HEIGHT, COLUMN_WIDTH, ROW_HEIGHT = 190, 44, 260, 56
-LANE_LEFT, LANE_WIDTH, TIMELINE_WIDTH = 150, 800, 970
+LANE_LEFT, LANE_WIDTH, TIMELINE_WIDTH = 150, 760, 985
 LANE_PARTS = 200            # of the time, in which those that ran are counted
 LABEL_LENGTH = 26
 TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
@@ -11320,10 +11321,13 @@ def get_timeline(context: Context, workflow_id: int) -> Values:
     def place(when: float) -> float:
         return LANE_LEFT + (when - begin) / span_s * LANE_WIDTH
 
-    shapes, top = [], 24    # type: List[Shape], int
+    shapes, lanes, top = [], [], 24     # type: List[Shape], List[Values], int
     by_node = operator.attrgetter('node_id')
     for node_id, found in itertools.groupby(sorted(attempts, key=by_node), by_node):
         mine = list(found)
+        ran = [round(count, 3) for count in count_running(mine, begin, span_s)]
+        lanes.append({'compute_node_id': node_id, 'hostname': names.get(node_id, 'node'),
+                            'attempts': len(mine), 'running': ran})
         drawn, height = (draw_lane(mine, top, place) if len(attempts) <= MOST_ATTEMPTS else
                          draw_load(count_running(mine, begin, span_s), top))
         label = shorten_middle(f"{names.get(node_id, 'node')} ({node_id})", 20)
@@ -11336,7 +11340,7 @@ def get_timeline(context: Context, workflow_id: int) -> Values:
                       ['text', {'x': x, 'y': 14, 'text-anchor': 'middle'}, format_elapsed(at)]]
     total = f"{counted(len(attempts), 'attempt')} in {format_elapsed(span_s)} from {format_time(begin)}"
     return {'title': total if attempts else 'nothing has run', 'width': TIMELINE_WIDTH, 'height': top + 10,
-            'shapes': shapes}
+            'shapes': shapes, 'lanes': lanes, 'span_seconds': span_s if attempts else 0.0}
 
 
 XML_MARKS = str.maketrans({'&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;'})
@@ -11347,8 +11351,8 @@ def xml_text(text: str) -> str:
     return printable(text).translate(XML_MARKS)
 
 
-def format_svg(drawing: Values, style: str) -> str:
-    """A drawing as a file of its own. Links lead nowhere there: they are left out."""
+def format_svg(drawing: Values, style: str = '') -> str:
+    """A drawing as a file, or, without style, as part of a page. Links lead nowhere: they are left out."""
     def element(shape: Shape) -> str:
         name, attributes, inside = shape
         name = 'g' if name == 'a' else name
@@ -11357,7 +11361,8 @@ def format_svg(drawing: Values, style: str) -> str:
         text = xml_text(inside) if isinstance(inside, str) else ''.join(map(element, inside))
         return f'<{name}{words}>{text}</{name}>'
     size = 'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'.format(**drawing)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
+    rules = f'<style>{style}</style>' if style else ''
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{rules}'
             f'<title>{xml_text(drawing["title"])}</title>{"".join(map(element, drawing["shapes"]))}</svg>\n')
 
 
@@ -13705,7 +13710,7 @@ def make_page() -> Tuple[bytes, str]:
     style, code = (f"'sha256-{digest}'" for digest in digests)
     policy = (f"default-src 'none'; style-src {style}; script-src {code}; connect-src 'self'; img-src data:; "
               "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
-    return PAGE.format(PAGE_STYLE, script).encode(), (
+    return PAGE_HTML.format(PAGE_STYLE, script).encode(), (
         'content-type: text/html; charset=utf-8\r\nreferrer-policy: no-referrer\r\n'
         f'content-security-policy: {policy}\r\n')
 
@@ -19341,6 +19346,7 @@ class RunnerOptions(Row):
     is_strict: bool = False     # no jobs of other schedulers than that of the allocation
     drains: bool = True         # jobs go on when the server is away for too long, and are stopped otherwise
     ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests then
+    progress: str = ''          # how it is shown: none, plain, bar; '': as stderr can
 
 
 class RunOutcome(Row):
@@ -22243,6 +22249,15 @@ class Shutdown(Part):
             context.say(f'{self.left_work}. Exiting job runner.')
 
 
+def count_jobs(answer: Dict[str, Any]) -> Dict[str, int]:
+    """What an answer says of the workflow's jobs, those of other runners too."""
+    counts = collections.Counter(answer['jobs_by_status'])
+    return {'total': sum(counts.values()), 'running': counts['running'], 'completed': counts['completed'],
+            'done': sum(counts[row.name] for row in STATUSES if row.is_done),
+            'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
+            'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
+
+
 def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
     """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel. One
     that has begun finds out by itself that nothing is left, also one that begins in this moment."""
@@ -22367,13 +22382,11 @@ class Runner:
         for part in (self.actions, self.dispatcher):    # what an answer brings starts now
             part.act(time.monotonic())
         if self.link.num_answers:
-            counts = collections.Counter(self.link.answer['jobs_by_status'])    # also those of other runners
-            self.context.progress.on_turn({
-                'total': sum(counts.values()), 'running': max(counts['running'], self.attempts.count('running')),
-                'done': sum(counts[row.name] for row in STATUSES if row.is_done),
-                'completed': counts['completed'], 'canceled': counts['canceled'],
-                'failed': counts['failed'] + counts['terminated'] + counts['pending_failed'],
-                'unfinished': self.link.answer['unfinished']})
+            counts = count_jobs(self.link.answer)
+            running = max(counts['running'], self.attempts.count('running'))
+            first = next(iter(self.attempts.by_state['running']), None)     # that began before the others
+            oldest_s = time.time() - first.process.started_at if first and first.process else 0.0
+            self.context.progress.on_turn(dict(counts, running=running, oldest_s=oldest_s))
         self.context.log.flush()
 
     def exchange(self) -> None:
@@ -22408,7 +22421,8 @@ class Runner:
     def wait(self) -> None:
         """Until a part is due, a child ends, a signal or an answer comes."""
         due = min(part.due() for part in self.parts)
-        wait_s = 0.0 if self.has_drained else max(0.0, min(due - time.monotonic(), MAX_WAIT_S))
+        most_s = getattr(self.context.progress, 'tick_s', MAX_WAIT_S)
+        wait_s = 0.0 if self.has_drained else max(0.0, min(due - time.monotonic(), most_s))
         for number in self.wakeup.wait(wait_s, self.link.pending):
             if number != signal.SIGCHLD:
                 self.shutdown.on_signal(number)
@@ -24256,6 +24270,12 @@ COLOURS = {'0', *(row.colour for row in STATUSES), *(colour for _, _, colour in 
 UNPRINTABLE_IN_COLOUR = Expression('(?!\x1b\\[(?:%s)m)' % '|'.join(sorted(COLOURS)) + UNPRINTABLE.text)
 
 
+def printable_in_colour(text: str, style: Style) -> str:
+    """As printable(), for text with parts that were painted."""
+    unprintable = UNPRINTABLE_IN_COLOUR if style.has_colour else UNPRINTABLE
+    return unprintable.sub(lambda match: printable(match.group()), text)
+
+
 # -------- width --------
 
 def character_width(character: str) -> int:
@@ -24756,24 +24776,30 @@ class Progress:
 
     def __init__(self, stream: Any, style: Style, is_quiet: bool = False,
                  clock: Callable[[], float] = time.monotonic,
-                 printer: Optional[Callable[[str, Sequence[Optional[str]]], Any]] = None) -> None:
+                 printer: Optional[Callable[[str, Sequence[Optional[str]]], Any]] = None,
+                 form: str = '') -> None:
         self.stream = stream
-        self.style = style
+        is_bar = form == 'bar' or style.is_terminal and form != 'plain'
+        self.style = style._replace(is_terminal=is_bar, width=style.width or 80)
         self.printer = printer
         self.is_quiet = is_quiet
         self.clock = clock
         self.started_at = clock()
         self.shown_at = float('-inf')   # when the last line of progress was written
+        self.counts: Dict[str, int] = {}
+        self.has_lines = form != 'none'     # of progress, too, not only of what happens
+        self.tick_s = 1.0 if is_bar else MAX_WAIT_S     # how often on_turn() is wanted
         self.first_done: Optional[int] = None   # jobs that were done before we started: no part of the rate
         self.has_line = False           # an unfinished line stands on the terminal
 
     def on_turn(self, counts: Dict[str, int]) -> None:
-        """Called once per turn with the workflow's 'total', 'done', 'running', 'failed', 'canceled' jobs."""
+        """Called once per turn with the workflow's 'total', 'done', 'running', 'failed', 'canceled' jobs,
+        and the age in seconds of the oldest that runs here, 'oldest_s'."""
         if self.first_done is None:
             self.first_done, self.started_at = counts.get('done', 0), self.clock()
         now = self.clock()
         every_s = REFRESH_EVERY_S if self.style.is_terminal else PROGRESS_EVERY_S
-        if not self.is_quiet and now - self.shown_at >= every_s:
+        if self.has_lines and not self.is_quiet and now - self.shown_at >= every_s:
             self.shown_at = now
             self._show(format_progress(counts, counts.get('done', 0) - self.first_done, now - self.started_at,
                                        self.style))
@@ -24804,7 +24830,7 @@ class Progress:
 
     def _show(self, line: str) -> None:
         if self.style.is_terminal:
-            self._write('\r' + cut(line, max(self.style.width - 1, 20)) + '\x1b[K')
+            self._write(f'\r{line}\x1b[K')
             self.has_line = True
         else:
             self._write(line + '\n')
@@ -24826,18 +24852,30 @@ def format_rate(jobs: int, elapsed_s: float) -> str:
 
 
 def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, style: Style) -> str:
-    """One line: done/total, running, failed, rate, elapsed, left. `finished`: jobs done since the start."""
+    """One line: done/total, running, failed, rate, elapsed, left. `finished`: jobs done since the start.
+
+    On a terminal it begins with a bar, if there is room, and ends at its width.
+    """
     done, total = counts.get('done', 0), counts.get('total', 0)
-    parts = [f'{done}/{total} done ({100 * done // max(total, 1)}%)', f"{counts.get('running', 0)} running"]
+    oldest = f" (oldest {format_elapsed(counts['oldest_s'])})" if counts.get('oldest_s', 0) >= 1 else ''
+    parts = [f'{done}/{total} done ({100 * done // max(total, 1)}%)',
+             f"{counts.get('running', 0)} running{oldest}"]
     parts += [f'{counts[name]} {name}' for name in ('failed', 'canceled') if counts.get(name)]
     has_rate = finished > 0 and elapsed_s >= 1
     parts += ([format_rate(finished, elapsed_s)] if has_rate else []) + [format_elapsed(elapsed_s)]
     if has_rate and done < total:
         parts.append(f'{format_elapsed((total - done) * elapsed_s / finished)} left')
     line = ', '.join(parts)
-    filled = 20 * done // total if total else 0
-    bar = f"[{'#' * filled}{'.' * (20 - filled)}] "
-    return bar + line if style.is_terminal and len(bar + line) < style.width else line
+    room = min(20, style.width - len(line) - 3)
+    eighths = 8 * room * done // max(total, 1)
+    if not style.is_terminal:
+        return line
+    if room < 5:
+        return cut(line, max(style.width - 1, 20))
+    full, part, empty = ('█', ' ▏▎▍▌▋▊▉'[eighths % 8], '░') if style.is_unicode else ('#', ' ', '.')
+    bar = (full * (eighths // 8) + part).rstrip()
+    painted = paint(bar, '31' if counts.get('failed') else '32', style)
+    return f'{painted}{empty * (room - len(bar))}  {line}'
 
 
 # ======== 19a. Reports: errors in logs ========
@@ -25273,6 +25311,206 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
     return written
 
 
+# ======== 19c. Reports of a workflow: its graph and timeline as files, and one page about all ========
+#
+# What the server draws (see Drawings) becomes SVG, DOT, Mermaid or text. A report is a list of parts, (kind,
+# content...), which REPORT_PARTS writes; it has no script and loads nothing. What users have
+# written is escaped as the place wants it: xml_text, quote_dot, quote_mermaid, quote_markdown.
+
+ENDINGS = {'.svg': 'svg', '.dot': 'dot', '.gv': 'dot', '.mmd': 'mermaid', '.txt': 'text', '.json': 'json',
+           '.html': 'html', '.htm': 'html', '.md': 'md'}        # of a file -> its form
+IN_FILE = PLAIN._replace(is_unicode=True)
+PAINTS = {      # of a node of the graph: that of the first of these that a job is; as on the page
+    'failed': '#d55e00', 'terminated': '#d55e00', 'pending_failed': '#d55e00', 'canceled': '#cc79a7',
+    'running': '#0072b2', 'pending': '#0072b2', 'ready': '#56b4e9', 'completed': '#009e73'}
+LEVELS = {True: ' ▁▂▃▄▅▆▇█', False: ' .:-=+*#@'}      # of a bar in text, by whether there is Unicode
+ARROWS_SHOWN, BAR_COLUMNS = 6, 60       # of a node in text; of a timeline in a pipe
+DRAWING_CHARACTERS, MERMAID_EDGES, SPEC_BYTES = 400000, 500, 100000     # at most, in a report
+FAILED_SHOWN, LAST_LINES, LINE_SHOWN, TAIL_BYTES, USES_SHOWN = 20, 20, 300, 1 << 15, 100
+
+
+def format_svg_file(drawing: Dict[str, Any], _: Style) -> str:
+    """A drawing in the page's light colours, without variables, which few programs beside browsers know."""
+    light = dict(reversed(re.findall(r'(--\w+): ([^;]+);', PAGE_STYLE)))
+    rules = re.findall(r'(?m)^(?:svg|polyline|circle|\.grid|\.s-)[^}]*}.*', PAGE_STYLE)
+    text = ' '.join([*rules, 'svg { background: #fff; } svg text { stroke: none; }'])
+    return format_svg(drawing, re.sub(r'var\((--\w+)\)', lambda match: light[match.group(1)], text))
+
+
+def without_shapes(value: Any) -> Any:
+    """Drawings for programs, which want to know what is drawn, and not where."""
+    if not isinstance(value, dict):
+        return value
+    left_out = ('shapes', 'width', 'height') if 'shapes' in value and 'title' in value else ()
+    return {key: without_shapes(part) for key, part in value.items() if key not in left_out}
+
+
+def node_words(node: Dict[str, Any]) -> Tuple[str, str, str]:
+    """What a node of the graph stands for ('3 completed, 1 failed'), its colour, and its shape in DOT."""
+    counts = node['counts']
+    words = ', '.join(f'{number:,} {name}' for name, number in counts.items())
+    words = words if sum(counts.values()) > 1 else next(iter(counts)).replace('files', 'file')
+    return (words, next((paint for name, paint in PAINTS.items() if name in counts), '#5b6470'),
+            '' if STATUS_CODES.keys() & counts.keys() else ', shape=note')
+
+
+def quote_dot(*lines: str) -> str:
+    """Lines as a text of DOT, in which a backslash begins an escape, and & an entity."""
+    return '"' + '\\n'.join(re.sub(r'([\\"])', r'\\\1', printable_line(line)).replace('&', '&amp;')
+                            for line in lines) + '"'
+
+
+def quote_mermaid(text: str) -> str:
+    """Text in Mermaid's quotes: what may mean something there is written as its number."""
+    return re.sub(r'[^\w .,:/-]', lambda match: f'#{ord(match.group())};', printable_line(text))
+
+
+def format_links(drawing: Dict[str, Any], _: Style = PLAIN, is_dot: bool = False) -> str:
+    """A graph for Graphviz (DOT), or for Mermaid, which many sites draw where it stands in Markdown."""
+    lines = ['flowchart LR'] if not is_dot else [
+        f"digraph {quote_dot(drawing['title'])} {{", '  rankdir=LR;',
+        '  node [shape=box, style=rounded, penwidth=2, fontname="sans-serif"];']
+    for number, node in enumerate(drawing['nodes']):
+        words, paint, note = node_words(node)
+        label = quote_dot(node['name'], words)
+        lines += [f'  n{number} [label={label}, color="{paint}"{note}];'] if is_dot else [
+            f'  n{number}["{quote_mermaid(node["name"])}<br/>{quote_mermaid(words)}"]',
+            f'  style n{number} stroke:{paint},stroke-width:2px']
+    for one, other, count in drawing['edges']:
+        label = '' if count == 1 else f' [label="{count:,}"]' if is_dot else f'|{count}|'
+        lines.append(f'  n{one} -> n{other}{label};' if is_dot else f'  n{one} -->{label} n{other}')
+    return '\n'.join(lines + ['}'] * is_dot + [''])
+
+
+def format_graph(drawing: Dict[str, Any], style: Style = PLAIN) -> str:
+    """A graph as text: a line for each node, with its layer, how its jobs are, and where its arrows lead."""
+    after = collections.defaultdict(list)       # type: Dict[int, List[str]]
+    for one, other, count in drawing['edges']:
+        after[one].append(drawing['nodes'][other]['name'] + (f' x{count:,}' if count > 1 else ''))
+    nodes = sorted(enumerate(drawing['nodes']), key=lambda pair: pair[1]['layer'])
+    lines, last, layers = [drawing['title'], ''], None, itertools.count(1)
+    for number, node in nodes:
+        mark, last = next(layers) if node['layer'] != last else '', node['layer']
+        arrow = f' -> {first_of(after[number], ARROWS_SHOWN)}' if after[number] else ''
+        line = one_line(f"{mark:>4}  {node['name']} ({node_words(node)[0]}){arrow}")
+        lines.append(cut(line, style.width, '…' if style.is_unicode else '~') if style.width else line)
+    return format_lines(lines)
+
+
+def format_timeline(drawing: Dict[str, Any], style: Style = PLAIN) -> str:
+    """A timeline as text: a line for each compute node, with a bar of how many of its jobs ran when."""
+    lanes, levels, lines = drawing['lanes'], LEVELS[style.is_unicode], [drawing['title']]
+    labels = [cut(one_line(f"{lane['hostname']} ({lane['compute_node_id']})"), 24) for lane in lanes]
+    width = max(map(text_width, labels), default=0)
+    room = min(LANE_PARTS, max(10, style.width - width - 32)) if style.width else BAR_COLUMNS
+    ends = [column * LANE_PARTS // room for column in range(room + 1)]
+    for label, lane in zip(labels, lanes):
+        counts = [max(lane['running'][begin:end]) for begin, end in zip(ends, ends[1:])]
+        most, ran = max(1.0, *counts), counted(lane['attempts'], 'attempt')
+        bar = ''.join(levels[math.ceil(8 * count / most)] for count in counts)
+        lines.append(f'{pad(label, width)} |{bar}| {ran}, {most:.0f} at once')
+    end = format_elapsed(drawing['span_seconds'])
+    return format_lines(lines + [' ' * width + f'  0s{end:>{room - 2}}'] * bool(lanes))
+
+
+# -------- one page about all --------
+
+def quote_markdown(text: str) -> str:
+    """Text in Markdown: one line, in which nothing is a mark, a link or HTML (CommonMark, 2.4)."""
+    return re.sub(r'([\\`*_{}\[\]<>#!|&~$@])', r'\\\1', printable_line(text))
+
+
+def indented(text: str) -> str:
+    """Text as Markdown shows it as it is: no line of it can end that, as it could end a fence."""
+    return re.sub('(?m)^', '    ', printable(text).rstrip('\n')) + '\n'
+
+
+REPORT_PARTS = {        # kind -> what writes its content, as HTML and as Markdown
+    'title': (lambda text: f'<h1>{xml_text(text)}</h1>', lambda text: f'# {quote_markdown(text)}\n'),
+    'heading': (lambda text: f'<h2>{xml_text(text)}</h2>', lambda text: f'## {quote_markdown(text)}\n'),
+    'words': (lambda text: f'<p>{xml_text(text)}</p>', lambda text: f'{quote_markdown(text)}\n'),
+    'key': (lambda counts: ''.join(f'<span class="key"><i class="s-{name}"></i>{number:,} {name}</span>'
+                                   for name, number in counts.items() if number), lambda counts: ''),
+    'table': (lambda *rows: '<table>' + ''.join('<tr>' + ''.join(
+        f'<td>{xml_text(cell)}</td>' for cell in row) + '</tr>' for row in rows) + '</table>',
+              lambda head, *rows: ''.join('|' + ''.join(
+                  f' {quote_markdown(cell)} |' for cell in row) + '\n' for row in (
+                      head, ('---',) * len(head), *rows))),
+    'lines': (lambda title, text: f'<details open><summary>{xml_text(title)}</summary>'
+              f'<pre>{xml_text(text)}</pre></details>',
+              lambda title, text: f'{quote_markdown(title)}\n\n{indented(text)}'),
+    'drawing': (lambda svg, text, _: f'<div class="scroll" tabindex="0">'
+                f'{svg or "<pre>" + xml_text(text) + "</pre>"}</div>',
+                lambda _, text, mermaid: f'```mermaid\n{mermaid}```\n' if mermaid else indented(text)),
+}       # type: Dict[str, Tuple[Callable[..., str], Callable[..., str]]]
+REPORT_STYLE = """
+table { border-collapse: collapse; } tr:first-child { color: var(--soft); } summary { cursor: pointer; }
+.scroll svg { width: auto; } @media print { .scroll { overflow: visible; } .scroll svg { max-width: 100%; } }
+"""
+
+
+def report_parts(found: Dict[str, Any]) -> Iterator[Tuple[Any, ...]]:
+    """The parts of a report of what cmd_report has found."""
+    workflow, status, usage = found['workflow'], found['status'], found['usage']
+    yield 'title', f"Workflow {workflow['id']}: {workflow['name']}"
+    yield from [('words', workflow['description'])] if workflow.get('description') else []
+    yield 'words', found['state']
+    yield 'key', status['jobs_by_status']
+    walltime_s = status.get('walltime_seconds')
+    yield 'table', ('User', 'Run', 'Jobs', 'Wall time', 'Execution time', 'Written'), (
+        workflow['user'], str(workflow.get('run_id') or 0), f"{status['total_jobs']:,}",
+        '' if walltime_s is None else format_seconds(walltime_s),
+        format_seconds(status['total_exec_time_minutes'] * 60), format_local_time(found['written_at']))
+    for key, text, mermaid in (('timeline', format_timeline(found['timeline'], IN_FILE), ''),
+                               ('graph', format_graph(found['graph']), format_links(found['graph']))):
+        svg = format_svg(found[key])
+        mermaid = mermaid if len(found['graph']['edges']) <= MERMAID_EDGES else ''
+        yield 'heading', key.capitalize()
+        yield 'words', found[key]['title']
+        text = text.partition('\n')[2][:SPEC_BYTES]
+        yield 'drawing', svg if len(svg) <= DRAWING_CHARACTERS else '', text, mermaid
+    if found['failures']:
+        is_part = found['failure_count'] > len(found['failures'])
+        yield 'heading', f"Failures: {found['failure_count']:,}" + f', the first {FAILED_SHOWN}' * is_part
+    for failure in found['failures']:
+        title = f"{failure['job_name']} ({failure['status']}, return code {failure['return_code']})"
+        yield ('lines', cut(title + (f": {failure['reason']}" if failure['reason'] else ''), 2 * LINE_SHOWN),
+               '\n'.join(failure['last_lines']) or 'it has left no output here')
+    if found['resources']:
+        rows = sorted(found['resources'], key=lambda row: -row['used'] / row['asked'])[:USES_SHOWN]
+        yield 'heading', 'Resources'
+        yield ('table', ('Requirements', 'Jobs', 'Resource', 'Asked for', 'Highest use', 'Share'), *(
+            (row['requirements'], f"{row['jobs']:,}", MEASURES[row['resource']].title,
+             *map(MEASURES[row['resource']].show, (row['asked'], row['used'])),
+             f"{100 * row['used'] / row['asked']:.1f}%") for row in rows))
+    yield 'heading', 'Nodes'
+    shown = [(key.replace('_', ' ').capitalize(), format_cell(value)) for key, value in usage.items()
+             if key != 'workflow_id' and not key.endswith('_seconds')]
+    yield ('table', *zip(*shown))
+    if found['spec']:
+        yield 'heading', 'Workflow file'
+        yield 'lines', found['spec']['path'], found['spec']['text']
+
+
+def format_report(found: Dict[str, Any], _: Style, is_page: bool = True) -> str:
+    """A report as HTML or Markdown."""
+    body = ''.join(REPORT_PARTS[kind][not is_page](*words) + '\n' for kind, *words in report_parts(found))
+    return body if not is_page else f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{xml_text(found['workflow']['name'])}</title><style>{PAGE_STYLE}{REPORT_STYLE}</style></head>
+<body>
+{body}</body></html>
+"""
+
+
+TIMELINE_FORMS = {'text': format_timeline, 'svg': format_svg_file}      # the first is the usual one
+GRAPH_FORMS = {'text': format_graph, 'svg': format_svg_file, 'mermaid': format_links,
+               'dot': functools.partial(format_links, is_dot=True)}
+REPORT_FORMS = {'html': format_report, 'md': functools.partial(format_report, is_page=False)}
+
+
 # ======== 20. Commands: what they share, objects, administration ========
 #
 # A command is a function (session, args): cmd_NAME, or one that shows(), lists() or changes() has
@@ -25329,6 +25567,7 @@ class Session:
         self.keeper: Optional[Keeper] = None    # of a runner that is a program of its own
         self.is_reading = False     # make no database, although the command may
         self.has_said_where = False     # in which database
+        self.drawn_lines = 0        # by redraw()
         self._client: Optional[Client] = None
         self._credentials: Optional[Credentials] = None
 
@@ -25431,8 +25670,7 @@ class Session:
 
     def show(self, text: str, style: Style = PLAIN) -> None:
         """Text to stdout; the style is that of text that was painted."""
-        unprintable = UNPRINTABLE_IN_COLOUR if style.has_colour else UNPRINTABLE
-        text = unprintable.sub(lambda match: printable(match.group()), text)
+        text = printable_in_colour(text, style)
         self.note_place(text)
         try:
             self.out.write(text)
@@ -25444,6 +25682,16 @@ class Session:
         self.out.write(format_json_document(value, not style_of(self.out, os.environ).is_unicode, is_line))
         if is_line:
             self.out.flush()
+
+    def redraw(self, text: str) -> None:
+        """Text to a terminal in the place of the last one, as much of it as there is room for."""
+        style, size = style_of(self.out, os.environ), shutil.get_terminal_size()
+        lines = printable_in_colour(text, style).splitlines()[:max(1, (size.lines or 24) - 1)]
+        up = f'\x1b[{self.drawn_lines}A' if self.drawn_lines else ''
+        shown = ''.join(f'{line}\x1b[K\n' for line in lines)
+        self.out.write(f'\r{up}\x1b[?7l{shown}\x1b[J\x1b[?7h')   # no line may wrap
+        self.out.flush()
+        self.drawn_lines = len(lines)
 
     def report_message(self, text: str) -> None:
         """A message to stderr that may have several lines."""
@@ -26260,9 +26508,31 @@ def cmd_reset_status(session: Session, args: Arguments) -> Any:
                    'status': 'success', 'workflow_id': workflow_id}, messages)
 
 
-def cmd_status(session: Session, args: Arguments) -> Answer:
-    """How far a workflow is."""
-    status = session.call('get_workflow_status', workflow_id=choose_workflow(session, args))
+STATUS_EVERY_S = 2.0
+
+
+def cmd_status(session: Session, args: Arguments) -> Any:
+    """How far a workflow is; with --watch again and again, until it is complete."""
+    workflow_id = choose_workflow(session, args)
+    if not args['watch']:
+        status, text, doubts = read_status(session, workflow_id)
+        session.report(*(f'warning: {doubt}' for doubt in doubts))
+        return Answer(status, text, style_of(session.out, os.environ))
+    if session.format == 'json' or not session.out.isatty():
+        wait = command_line(session, 'watch', workflow_id)
+        raise BadInput(f'--watch redraws a terminal: leave it out, or wait with `{wait}`')
+    while True:
+        status, text, doubts = read_status(session, workflow_id)
+        session.redraw(text + format_lines(f'warning: {doubt}' for doubt in doubts))
+        if status['is_complete']:
+            return None
+        session.client.close()      # an embedded database is for others meanwhile
+        time.sleep(STATUS_EVERY_S)
+
+
+def read_status(session: Session, workflow_id: int) -> Tuple[Dict[str, Any], str, List[str]]:
+    """How far a workflow is: as JSON has it, as text, and what is to be warned of."""
+    status = session.call('get_workflow_status', workflow_id=workflow_id)
     status['run_id'] = session.workflow(status['workflow_id']).get('run_id') or 0   # `reconcile` asks for it
     status['explanation'] = call_addition(session.client, 'explain_workflow',
                                           workflow_id=status['workflow_id'])
@@ -26274,14 +26544,14 @@ def cmd_status(session: Session, args: Arguments) -> Answer:
         waiting = call_addition(session.client, 'explain_waiting', workflow_id=status['workflow_id'])
         status['allocations'] = waiting.get('allocations', [])
         status['silent_runners'] = silent_runners(waiting)
-    for labels, count in status['unserved_ready_labels'].items():
-        session.report(f"warning: no runner with --label {labels} for {counted(count, 'ready job')}")
+    doubts = [f"no runner with --label {labels} for {counted(count, 'ready job')}"
+              for labels, count in status['unserved_ready_labels'].items()]
     count = status.get('runtime_blocked_ready_jobs')
     if count:
-        session.report(f"warning: no active node has enough time left for {counted(count, 'ready job')}")
+        doubts.append(f"no active node has enough time left for {counted(count, 'ready job')}")
     asks = status['jobs_by_status']['ready'] > 0 and asks_slurm(session, status['workflow_id'])
     style = style_of(session.out, os.environ)
-    return Answer(status, format_status(dict(status, asks_slurm=asks), style, command_line(session)), style)
+    return status, format_status(dict(status, asks_slurm=asks), style, command_line(session)), doubts
 
 
 def cmd_delete_workflows(session: Session, args: Arguments) -> Any:
@@ -26965,7 +27235,35 @@ def show_peak(item: Correction) -> str:
     return 'not known' if item.peak is None else MEASURES[item.resource].show(item.peak)
 
 
-# -------- plots --------
+# -------- plots, graphs and timelines --------
+
+def deliver(session: Session, args: Arguments, found: Dict[str, Any],
+            forms: Dict[str, Callable[[Any, Style], str]]) -> Optional[Answer]:
+    """Show or write something in the form that is asked for: one of these, or JSON; the first by default."""
+    path, usual = args['output'], 'json' if session.format == 'json' else next(iter(forms))
+    form = args['format'] or (ENDINGS.get(os.path.splitext(path)[1].lower()) if path else usual)
+    if form not in (*forms, 'json'):
+        endings = ', '.join(ending for ending, form in ENDINGS.items() if form in forms)
+        raise BadInput(f'{path} does not end in {endings} or .json: give another name, or --format')
+    if path is None and form in ('html', 'svg') and session.out.isatty():
+        raise BadInput(f'{form} is for a file: name it with -o, such as -o {session.command.name}.{form}')
+    style = IN_FILE if path else style_of(session.out, os.environ)
+    text = format_json_document(without_shapes(found)) if form == 'json' else forms[form](found, style)
+    if path is None:
+        session.show(text)
+        return None
+    with writing(path, '--output'):
+        write_atomically(path, text.encode('utf-8', 'replace'), None)
+    return Answer({'file': path, 'format': form}, [f'Wrote {path}'])
+
+
+def draws(op: str, forms: Dict[str, Callable[[Any, Style], str]]) -> CommandFunction:
+    """A command that shows a drawing of the server, or writes it, in one of these forms."""
+    def command(session: Session, args: Arguments) -> Optional[Answer]:
+        query = dict(given(args, 'output', 'format'), workflow_id=choose_workflow(session, args))
+        return deliver(session, args, session.call(op, **query), forms)
+    return command
+
 
 def cmd_plot_resources(session: Session, args: Arguments) -> Answer:
     """Draw what a monitor has sampled."""
@@ -27347,7 +27645,7 @@ def runner_options(args: Arguments) -> RunnerOptions:
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
         claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
-        **offline_options(args, read_config()))
+        progress=args['progress'] or '', **offline_options(args, read_config()))
 
 
 def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
@@ -27413,8 +27711,8 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
         session.report(f'warning: {client.location} is served already, and not from memory')
     if not (client.is_own or session.has_said_where):   # not the embedded database of this directory
         session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
-    style = style_of(session.err, os.environ)
-    progress = Progress(session.err, style, session.options['quiet'], printer=printer)
+    progress = Progress(session.err, style_of(session.err, os.environ), session.options['quiet'],
+                        printer=printer, form=options.progress)
     try:
         outcome = run_workflow(session.client, workflow['id'], options, progress, session.keeper)
     except Unreachable as error:
@@ -28147,9 +28445,8 @@ def cmd_slurm_sacct(session: Session, args: Arguments) -> Any:
     return Listing(headings_of(SACCT_COLUMNS), summary, 'Slurm job steps', answer)
 
 
-def cmd_slurm_usage(session: Session, args: Arguments) -> Answer:
+def sum_usage(session: Session, workflow_id: int) -> Dict[str, Any]:
     """The time of nodes and CPUs that a workflow's allocations took, over all their runs."""
-    workflow_id = choose_workflow(session, args)
     job_ids = list_allocations(session, workflow_id)
     accounts, errors = ask_accounts(session, workflow_id, job_ids) if job_ids else ([], [])
     whole = [account for account in accounts if not account.step]
@@ -28161,11 +28458,78 @@ def cmd_slurm_usage(session: Session, args: Arguments) -> Answer:
               'total_nodes': sum(nodes.values()), 'total_node_time': format_elapsed(node_s),
               'total_node_time_seconds': round(node_s), 'total_cpu_time': format_elapsed(cpu_s),
               'total_cpu_time_seconds': round(cpu_s)}
-    if errors:
-        answer['errors'] = errors
-    return Answer(answer, [f'Workflow ID: {workflow_id}', f'Slurm jobs:  {len(job_ids)}',
-                           f"Nodes:       {answer['total_nodes']}", f"Node time:   {answer['total_node_time']}",
-                           f"CPU time:    {answer['total_cpu_time']}", *errors])
+    return dict(answer, errors=errors) if errors else answer
+
+
+def cmd_slurm_usage(session: Session, args: Arguments) -> Answer:
+    """The same as a command."""
+    answer = sum_usage(session, choose_workflow(session, args))
+    lines = [f"Workflow ID: {answer['workflow_id']}", f"Slurm jobs:  {answer['total_slurm_jobs']}",
+             f"Nodes:       {answer['total_nodes']}", f"Node time:   {answer['total_node_time']}",
+             f"CPU time:    {answer['total_cpu_time']}", *answer.get('errors', ())]
+    return Answer(answer, format_lines(lines))
+
+
+# -------- a report, which also says what allocations took --------
+
+def cmd_report(session: Session, args: Arguments) -> Optional[Answer]:
+    """All about a workflow in one file."""
+    workflow_id = choose_workflow(session, args)
+    status = session.call('get_workflow_status', workflow_id=workflow_id)
+    reader = LogReader(session, dict(args, workflow_id=workflow_id, jobs=[], failed=True, follow=False,
+                                     stdout=False, stderr=False, run_id=None, attempt_id=None))
+    failed = reader.shown(reader.newest().values(), True)
+    workflow = session.workflow(workflow_id)
+    graph, timeline = (session.call(op, workflow_id=workflow_id) for op in ('get_graph', 'get_timeline'))
+    return deliver(session, args, {
+        'workflow': workflow, 'status': status, 'state': verdict_of(status)[1], 'graph': graph,
+        'timeline': timeline, 'written_at': format_time(time.time()), 'failure_count': len(failed),
+        'failures': [describe_failed(reader, attempt) for attempt in failed[:FAILED_SHOWN]],
+        'resources': sum_uses(list_uses(session, workflow_id, ('completed', *BROKEN_WORDS))),
+        'usage': sum_node_time(session, workflow_id), 'spec': read_stored_spec(workflow)}, REPORT_FORMS)
+
+
+def describe_failed(reader: LogReader, attempt: Dict[str, Any]) -> Dict[str, Any]:
+    """An attempt that failed, with the last lines of its stderr, or stdout if that is all it has."""
+    lines = []      # type: List[str]
+    with contextlib.suppress(OSError, IndexError), \
+            open(reader.paths_of(attempt)[-1], 'rb', opener=open_regular) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+        lines = file.read(TAIL_BYTES).decode('utf-8', 'replace').rstrip('\n').split('\n')[-LAST_LINES:]
+    return dict(with_files(reader.output_dir, attempt, RESULT_KEYS),
+                last_lines=[cut(printable_line(line), LINE_SHOWN) for line in lines])
+
+
+def sum_uses(uses: Sequence[JobUse]) -> List[Dict[str, Any]]:
+    """What jobs with the same requirements asked for, and used at most, in the units of MEASURES."""
+    found = collections.defaultdict(list)       # type: Dict[Tuple[int, str], List[Comparison]]
+    for item in itertools.chain.from_iterable(map(compare_use, uses)):
+        found[item.use.needs['id'], item.resource].append(item)
+    return [{'requirements': items[0].use.needs['name'], 'resource': resource, 'jobs': len(items),
+             'asked': items[0].limit, 'used': max(item.used for item in items)}
+            for (_, resource), items in found.items()]
+
+
+def sum_node_time(session: Session, workflow_id: int) -> Dict[str, Any]:
+    """What a workflow took of nodes: by its runners, and, where it has allocations, by Slurm."""
+    nodes = session.items('list_compute_nodes', workflow_id=workflow_id)
+    seconds = sum((time.time() - parse_time(node['start_time']) if node.get('is_active') else
+                   node.get('duration_seconds') or 0.0) * node['num_nodes'] for node in nodes)
+    found = {'compute_nodes': len(nodes), 'node_hours': round(seconds / 3600, 3)}   # type: Dict[str, Any]
+    try:
+        found.update(sum_usage(session, workflow_id) if list_allocations(session, workflow_id) else {})
+    except Refused as error:
+        found['accounting'] = error.message
+    return found
+
+
+def read_stored_spec(workflow: Dict[str, Any]) -> Optional[Dict[str, str]]:
+    """The file that a workflow was made from, as it is now, if it is still there."""
+    path = workflow.get('spec_path') or ''
+    if os.path.splitext(path)[1].lower() in FORMATS:    # others can set it: not to any file of ours
+        with contextlib.suppress(OSError), open(path, 'rb', opener=open_regular) as file:
+            return {'path': path, 'text': file.read(SPEC_BYTES).decode('utf-8', 'replace')}
+    return None
 
 
 # -------- errors in what Slurm and jobs wrote --------
@@ -29628,6 +29992,9 @@ class Supervision:
         self.unread = ''        # why they cannot be read now
         self.refusal = ''       # why a recovery was refused, until it is reported
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
+        self.progress = Progress(session.err, style_of(session.err, os.environ), session.options['quiet'],
+                                 form=args['progress'] or '')
+        self.progress.has_lines &= self.progress.style.is_terminal      # elsewhere the counts are said
         name = 'compute_node_wait_for_healthy_database_minutes'
         minutes = workflow.get(name)
         self.window_s = 60.0 * (WORKFLOW_DEFAULTS[name] if minutes is None else minutes)
@@ -29635,6 +30002,7 @@ class Supervision:
     def say(self, message: str, level: str = 'info') -> None:
         """To the log, and to stderr."""
         self.log.write(message, level)
+        self.progress.finish()
         show = self.session.inform if level == 'info' else self.session.report
         show(printable_line(f'{format_time(time.time())} {message}'))
 
@@ -29680,6 +30048,8 @@ class Supervision:
             self.say('interrupted; started again, it goes on')
             self.show_end('interrupted', 130)
             return 130
+        finally:
+            self.progress.finish()
 
     def on_no_answer(self, error: TorcError) -> None:
         """Wait for a server that is away, or a database that others have, unless that has lasted too long."""
@@ -29716,8 +30086,10 @@ class Supervision:
         if self.args['show_job_counts']:
             self.said.pop('counts', None)
         counts = format_counts(status['jobs_by_status'])
-        self.say_once('counts', '; '.join([counts, *describe_nodes(status)]))
+        if self.args['progress'] != 'none' or self.args['show_job_counts']:
+            self.say_once('counts', '; '.join([counts, *describe_nodes(status)]))
         self.say_once('state', step.reason)
+        self.progress.on_turn(count_jobs(dict(status, unfinished=0)))
         return None
 
     def take_in_journals(self) -> None:
@@ -30555,6 +30927,8 @@ MAX_PARALLEL = Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a 
                         at_least(1))
 CLAIM_BACKOFF = Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while '
                          'nothing changes', at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S)
+PROGRESS = Argument('--progress', 'HOW', 'none, plain (a line now and then) or bar (default: as stderr can)',
+                    one_of('none', 'plain', 'bar'))
 RUN_OPTIONS = (
     OUTPUT_DIR,
     Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server, which tells an idle '
@@ -30569,8 +30943,17 @@ RUN_OPTIONS = (
     CLAIM_BACKOFF,
     Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_duration),
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
-    LABEL_OF_RUNNER, *OFFLINE_OPTIONS,
+    LABEL_OF_RUNNER, *OFFLINE_OPTIONS, PROGRESS,
 )
+STATUS_WATCH = Argument('--watch', '', f'on a terminal: again every {STATUS_EVERY_S:g} s, until the end')
+def form_argument(forms: Iterable[str]) -> Argument:
+    """--format of what has these forms, and JSON."""
+    words = (*forms, 'json')
+    return Argument('-f --format', 'FORMAT', f"{', '.join(words)} (default: as FILE ends, else the first)",
+                    one_of(*words))
+
+
+OUTPUT_FILE = Argument('-o --output', 'FILE', 'write it there')
 ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
     Argument('-p --poll-interval', 'SECONDS', "interval between a runner's requests to the server (default "
@@ -30749,6 +31132,12 @@ The output directory
     Beside job_stdio it holds what actions print (actions_wf1_r1.log), time
     series (resource_utilization) and logs of allocations. An action that fails
     fails no job: `workflows list-actions 1` shows it.
+
+Watching, and telling others
+    On a terminal, `status 1 --watch` shows it until it is complete.
+        $ torc.py graph 1                   # text; -o FILE.svg, .dot or .mmd
+        $ torc.py timeline 1 -o gantt.svg
+        $ torc.py report 1 -o report.html   # all in one page; .md, .json
 
 Why a job failed
     The reason is the signal that killed it, the output files that it has not
@@ -31202,7 +31591,7 @@ COMMANDS = (
                  f'--retry-unknown or a hook until {IDLE_RECOVERIES} in a row have not completed a job)',
                  at_least(0)),
         *RECOVER_OPTIONS,
-        Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'),
+        Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'), PROGRESS,
         Argument('--persistent', '', 'go on while nobody is at work: runners are started elsewhere'),
         Argument('--once', '', 'one poll, for crontab and scrontab; exit code 1 as long as jobs are left'),
         Argument('--auto-schedule', '', 'submit allocations for ready jobs that none is there for, or that '
@@ -31218,7 +31607,7 @@ COMMANDS = (
         ASKED_WF, *RECOVER_OPTIONS,
         Argument('--retry-canceled', '', 'run again what was canceled, too'), DRY_RUN),
         'recover 1 --dry-run'),
-    Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
+    Command('status', cmd_status, "show a workflow's progress", (ASKED_WF, STATUS_WATCH), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
@@ -31250,6 +31639,14 @@ COMMANDS = (
     Command('slurm parse-logs', cmd_slurm_parse_logs, 'find errors in logs of allocations and jobs', (
         Argument('PATH', '', 'output directory of the runners'), LOGS_OF,
         Argument('--errors-only', '', 'no warnings')), f'slurm parse-logs {DEFAULT_OUTPUT_DIR} -w 1'),
+    Command('graph', draws('get_graph', GRAPH_FORMS), 'show which jobs depend on which', (
+        ASKED_WF, OUTPUT_FILE, form_argument(GRAPH_FORMS),
+        Argument('--files', '', 'also the files and user data between them')), 'graph 1 -o graph.svg'),
+    Command('timeline', draws('get_timeline', TIMELINE_FORMS), 'show which jobs ran when and where', (
+        ASKED_WF, OUTPUT_FILE, form_argument(TIMELINE_FORMS)), 'timeline 1 -o gantt.svg'),
+    Command('report', cmd_report, 'write one page about a workflow: progress, failures, resources', (
+        ASKED_WF, OUTPUT_FILE, form_argument(REPORT_FORMS), RUNNER_OUTPUT_DIR._replace(names='--output-dir')),
+        'report 1 -o report.html'),
     Command('plot-resources', cmd_plot_resources, 'draw what a monitor has sampled, as pages for a browser', (
         Argument('DB', '', 'databases resource_metrics_*.db of runners', count='+', key='databases'),
         Argument('-o --output-dir', 'DIR', 'where to put the pages', default='.'),
@@ -31384,7 +31781,8 @@ COMMANDS = (
         NEEDED_WF, Argument('RUN', '', 'its run, as `status` shows it', at_least(0), key='run_id'),
         Argument('--base-dir', 'DIR', 'look for journals here and in all directories below', default='.')),
         'workflows reconcile 1 1 --base-dir torc_output'),
-    Command('workflows status', cmd_status, 'the same as `status`', (ASKED_WF,), 'workflows status 1'),
+    Command('workflows status', cmd_status, 'the same as `status`', (ASKED_WF, STATUS_WATCH),
+        'workflows status 1'),
     Command('workflows sync-status', cmd_sync_status,
         'find allocations that are gone and jobs that nobody runs, and set them right',
         (ASKED_WF, OUTPUT_DIR, DRY_RUN), 'workflows sync-status 1 --dry-run'),
@@ -33143,7 +33541,7 @@ setInterval(tick, 500);
 (location.hash.startsWith('#key=') ? takeKey() : start()).catch(error => error instanceof LoggedOut || say(error.message, true));
 """
 
-PAGE = """<!doctype html>
+PAGE_HTML = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>torc</title><link rel="icon" href="data:,"><style>{}</style></head>
 <body class="app"><a class="skip" href="#main">Skip to the content</a>
