@@ -76,6 +76,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     20g. Recover
     20h. Watch
     20j. Service
+    20k. Terminal view
     21. Command table
 Without a number: End to end, Faults, Laws, Bench, and what runs the tests.
 """
@@ -20412,6 +20413,233 @@ class InstallTest(WorldTest):
             self.run_program(sys.executable, '-', 'install', stdin=file, code=2, said='install from a file that is there')
 
 
+# ======== 20k. Terminal view ========
+
+class TerminalViewTest(WorldTest):
+    """`tui`, as they see it who sit at a terminal of 80 columns and 24 lines: tmux is that terminal.
+
+    A line of a transcript is KEYS => TEXTS: after these keys, as tmux names them, each of these texts, with | between them, is
+    seen in some line, with one blank for many; not so what follows a !.
+    """
+
+    SPEC = """
+        name: "study \\u202e1"
+        description: a small one
+        files: [{name: out, path: out.txt}]
+        user_data: [{name: limits, data: {low: 1}}]
+        jobs:
+          - {name: prep, command: "seq -f 'line %g' 60; printf 'red \\\\033[31mx\\\\n'; echo oops >&2; touch out.txt", output_files: [out], input_user_data: [limits]}
+          - {name: "work_{i}", command: "echo {i}", depends_on: [prep], parameters: {i: "1:20"}}
+          - {name: bad, command: exit 3, depends_on: [prep]}
+          - {name: gather, command: echo done, depends_on: [bad]}
+        """
+
+    def tmux(self, *words: Any) -> str:
+        """What tmux says."""
+        argv = ['tmux', '-S', os.path.join(self.world.root, 'tmux'), '-u', '-f', '/dev/null', *words]
+        done = subprocess.run(argv, cwd=self.world.directory, env=self.world.environment, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+        return done.stdout.decode('utf-8', 'replace')
+
+    def open(self, *argv: Any, **env: str) -> None:
+        """Start `torc.py ARGV` on a terminal."""
+        need('tmux', shutil.which('tmux'), 'tmux, in which a terminal is seen')
+        words = [f'{name}={value}' for name, value in env.items()]
+        self.assertEqual('', self.tmux('new-session', '-d', '-x', '80', '-y', '24', 'sh', '-c', 'trap : INT; env "$@"; echo "exit $?"; read line', 'sh',
+                                       *words, *self.world.command(argv)))
+        self.addCleanup(self.tmux, 'kill-server')
+
+    def pane(self) -> List[str]:
+        """The lines that are seen."""
+        return [' '.join(line.split()) for line in self.tmux('capture-pane', '-p').splitlines()]
+
+    def play(self, transcript: str) -> None:
+        """Type, and wait for what is to be seen."""
+        for line in transcript.strip().splitlines():
+            keys, texts = map(str.split, line.split('=>'))
+            for key in keys:
+                self.tmux('send-keys', key)
+            wanted = [' '.join(words) for is_text, words in itertools.groupby(texts, '|'.__ne__) if is_text]
+            self.world.wait(lambda: all((text[0] == '!') != any(text.lstrip('!') in seen for seen in pane) for pane in [self.pane()] for text in wanted),
+                            30, line.strip(), state=lambda: '\n'.join(self.pane()))
+
+    def is_terminal_as_it_was(self) -> bool:
+        """Whether the terminal of a program that has ended shows what is typed, and gathers it to lines."""
+        with open(self.tmux('display-message', '-p', '#{pane_tty}').strip(), 'rb') as terminal:
+            flags = termios.tcgetattr(terminal)[3]
+        return bool(flags & termios.ICANON and flags & termios.ECHO)
+
+    def make_study(self) -> None:
+        """A workflow that has run."""
+        self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC), '-j', 4))
+
+    @slow
+    def test_every_view_shows_what_the_commands_show(self):
+        self.make_study()
+        client = self.world.connect()
+        client.create_scheduled_compute_node({'workflow_id': 1, 'scheduler_id': 4711, 'scheduler_config_id': 1, 'scheduler_type': 'slurm', 'status': 'pending'})
+        client.create_slurm_stats({'workflow_id': 1, 'job_id': 1, 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '4711', 'max_rss_bytes': 2 ** 30})
+        client.create_workflow({'name': 'of ann', 'user': 'ann'})
+        client.close()
+        self.open('tui')
+        self.play("""
+                    => [Workflows] | ID Name User State Jobs Done Created | > 1 study \\u202e1 tester ✗ failed 23 100% 2 | !of ann | ● as of | tester at | 1 of 1 ? help
+            a       => > 2 of ann ann · uninitialized 0 | 1 study | workflows of all users
+            a Enter => [Summary] | torc - workflow 1: study \\u202e1 | completed 21 ++++ | x bad: return code 3 | Workflow ended: 21 completed, 1 failed, 1 canceled | description: a small one
+            Tab     => [Jobs] | ID Name Status Attempt Priority Node Command | > 1 prep ✓ completed 1 0 1 seq -f | 19 work_18 | !work_19 | 1 of 23
+            Tab     => [Running] | 0 of 0
+            Tab     => [Results] | ID Name Run Attempt Code Status Time Memory Reason | > 1 prep 1 1 0 ✓ completed
+            Tab     => [Files] | > 1 out 2 | out.txt
+            Tab     => [User data] | > 1 limits false {"low":1}
+            Tab     => [Events] | workflow_completed Workflow 1 has ended: | job_failed bad: return code 3
+            Tab     => [Compute nodes] | ID Host CPUs Memory (GB) GPUs Kind At work | local false
+            Tab     => [Allocations] | > 1 slurm 4711 » pending
+            Tab     => [Slurm stats] | > 1 1 1 4711 1.0GB | 1 of 1
+            Enter   => torc - Slurm stats | max_rss_bytes: 1073741824
+            q Tab   => [Graph] | 23 jobs, 22 dependencies | Layer 1 | prep: 1 completed | → work_#, bad | work_#: 20 completed | Layer 3
+            Tab BTab    => [Graph]
+            e       => [Events] | workflow_completed
+            Escape  => [Workflows]
+            ?       => torc - keys | Left Right look at longer lines
+            q q     => exit 0
+            """)
+
+    @slow
+    def test_lists_are_gone_through_sorted_and_filtered_by_the_server(self):
+        self.make_study()
+        self.open('tui', 1)
+        self.play("""
+                                        => [Summary]
+            Tab                         => > 1 prep
+            Down                        => > 2 work_1 | 2 of 23
+            NPage                       => > 21 work_20 | !1 prep
+            G                           => > 23 gather – canceled | 5 work_4
+            PPage Up                    => > 3 work_2
+            g 1                         => ID▼ | > 23 gather | !1 prep
+            1                           => ID▲ | > 1 prep
+            1                           => ID Name | !ID▲
+            3                           => Status▼ | > 23 gather
+            f status:failed Enter       => > 22 bad ✗ failed | 1 of 1 | filter: status:failed
+            f C-u name:work_1 Space status:completed Enter => 1 of 11 | !prep | 19 work_18
+            f C-u nonsense:1 Enter      => filters are status:VALUE, needs_file_id:VALUE
+            c                           => 1 of 23 | !filter:
+            9                           => the server does not sort by that
+            Tab Tab f C-u code:3 Enter  => [Results] | bad 1 1 3 ✗ failed
+            """)
+        for size in ((60, 10), (20, 4), (3, 2), (120, 30)):     # whatever its size, it goes on
+            self.tmux('resize-window', '-x', str(size[0]), '-y', str(size[1]))
+        self.play('=> [Results] | Allocations Slurm stats Graph | bad 1 1 3')
+        self.play('C-c => exit 130')
+        self.assertTrue(self.is_terminal_as_it_was())
+
+    @slow
+    def test_output_of_a_job_is_followed_and_searched_and_does_nothing_to_the_terminal(self):
+        self.world.write('spec.yaml', self.SPEC + """
+          - {name: zlong, command: "echo begun; until [ -e go ]; do sleep 0.1; done; seq -f 'then %g' 100; until [ -e end ]; do sleep 0.1; done"}
+        """)
+        runner = self.world.start('run', 'spec.yaml', '-j', 4)
+        self.world.wait(lambda: os.path.exists(self.world.path('torc_output', 'torc.db.connection')), 20, 'the server', [runner])
+        self.world.wait(lambda: '"running"' in self.world.cli('-f', 'json', 'jobs', 'list', 1).out, 20, 'the job', [runner])
+        self.open('tui', 1)
+        self.play("""
+                    => [Summary]
+            Tab l   => torc - stdout of job 1 (Tab: the other) | red \\x1b[31mx | line 60 | 42 of 61
+            / LINE Space 4 Enter    => !line 40
+            g / LINE Space 4 Enter  => line 4 | !line 3
+            n       => !line 39 | line 40
+            N       => line 4
+            N       => LINE 4 does not come any more
+            Tab     => stderr of job 1 | oops
+            q Tab   => [Running] | > 24 zlong
+            l       => begun | stdout of job 24
+            """)
+        self.world.write('go', '')
+        self.play("""
+                    => then 100 | !begun
+            Up      => then 99 | !then 100
+            """)
+        self.world.write('end', '')
+        self.play('q => [Running] | 0 of 0')
+        self.assertEqual(1, runner.finish(30).code)
+
+    @slow
+    def test_what_keys_do_to_a_workflow_is_asked_before_and_shown_before(self):
+        self.make_study()
+        self.open('tui', 1)
+        self.play("""
+            Tab                     => [Jobs]
+            p 5 Enter               => Job 1 has priority 5 | > 1 prep ✓ completed 1 5
+            p x Enter               => 'x' is not a whole number
+            p Escape                => !priority of job
+            y                       => This would run again (23 jobs) | prep (completed) | (y/n) Run this of workflow 1 (study \\u202e1)
+            n                       => > 1 prep ✓ completed | !again
+            BTab y                  => This would run again (2 jobs) | bad (failed) | gather (canceled)
+            y                       => Ready to run: x shows how | ready 1 o
+            I                       => There is nothing to run again
+            x                       => Type in another terminal, or after Ctrl-Z: | run 1
+            q W                     => watch 1 --recover
+            q C                     => (y/n) Cancel workflow 1 (study \\u202e1)? Running jobs are stopped
+            y                       => Canceled; | Workflow was canceled
+            R                       => (y/n) Reset workflow 1
+            y                       => All jobs are set back | uninitialized 23
+            i                       => (y/n) Initialize workflow 1
+            y                       => Ready to run: x shows how | ready 1 o | blocked 22
+            Escape d                => (y/n) Delete workflow 1 (study \\u202e1) with all jobs and results?
+            n                       => > 1 study
+            d y                     => Deleted | 0 of 0
+            d                       => !(y/n)
+            Tab                     => there is no workflow to show
+            """)
+
+    @slow
+    def test_it_goes_on_when_the_server_is_back_and_leaves_the_terminal_as_it_was(self):
+        self.world.serve('-d', 'my.db', '--port', 0)
+        port = urllib.parse.urlsplit(self.world.url).port
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'create', self.world.write('spec.yaml', self.SPEC)))
+        self.open('--db', 'my.db', 'tui', 1, TERM='vt100', LC_ALL='C', PYTHONCOERCECLOCALE='0', PYTHONUTF8='0')
+        self.play('Tab => [Jobs] | > 1 prep . uninitialized | * as of')
+        self.world.server.send(signal.SIGTERM)
+        self.play('=> o the server is away since | the server of | > 1 prep')
+        self.play('y => !(y/n) | the server of')
+        self.world.serve('-d', 'my.db', '--port', port)
+        self.play('=> * as of | !away | > 1 prep')
+        pid = next(pid for pid, words in processes_with(self.world.mark).items() if words.startswith(sys.executable) and ' tui 1' in words)
+        os.kill(pid, signal.SIGTERM)
+        self.play('=> exit 143')
+        self.assertTrue(self.is_terminal_as_it_was())
+
+    def test_it_needs_a_terminal_on_which_a_cursor_can_be_placed(self):
+        self.assertExit(2, self.world.cli('tui'), 'torc: tui needs a terminal\n')
+        code, said = on_terminal(self.world, ['env', 'TERM=dumb', *self.world.command(['tui'])])
+        self.assertEqual((2, "torc: tui cannot use the terminal 'dumb': set TERM, to xterm say\n"), (code, said))
+        with unittest.mock.patch.object(importlib, 'import_module', side_effect=ImportError('No module named _curses')):
+            session = types.SimpleNamespace(stdin=unittest.mock.Mock(), out=unittest.mock.Mock())
+            with self.assertRaisesRegex(torc.BadInput, 'this Python has no curses .No module named _curses.: use another one'):
+                torc.cmd_tui(session, {})
+
+    def test_its_signs_are_those_of_the_page(self):
+        page = re.search(r'const STATUSES = \{.*?\};', torc.APP_SCRIPT, re.DOTALL).group()
+        self.assertEqual(torc.SIGNS, dict(re.findall(r"(\w+): '(.)'", page)))
+
+    def test_of_a_long_list_only_what_is_seen_is_asked_for(self):
+        asked = []
+
+        def call(op: str, **query: Any) -> Any:
+            asked.append((op, query))
+            count = max(0, min(query['limit'], 100000 - query['offset']))
+            return {'total_count': 100000, 'items': [{'id': query['offset'] + number} for number in range(count)]}
+        client = types.SimpleNamespace(call=call, ensure_connected=lambda wait_s: None)
+        screen = types.SimpleNamespace(window=types.SimpleNamespace(getmaxyx=lambda: (24, 80)), is_unicode=True)
+        terminal = torc.Terminal(types.SimpleNamespace(client=client), screen, {'id': 7})
+        terminal.go_to('Jobs')
+        for key in ('', 'G', 'Up', 'PgUp', 'g', 'Down'):
+            terminal.move(key)
+            if not terminal.due_at:
+                terminal.look()
+        whole = {'workflow_id': 7, 'limit': 19}
+        self.assertEqual([('list_jobs', dict(whole, offset=offset)) for offset in (0, 99981, 99979, 0)], asked)
+
+
 # ======== 21. Command table ========
 #
 # The parser as a table of command lines, its errors word for word, and the border: what becomes which exit code.
@@ -20474,7 +20702,7 @@ class ParserTest(unittest.TestCase):
             ('events lst', "there is no command 'events lst', did you mean 'list'? (events has: create, list, get-latest-event, monitor, delete)"),
             ('events', '`events` requires one of: create, list, get-latest-event, monitor, delete'),
             *((line, f'`{name}` is a command of Torc that torc.py {torc.__version__} does not have yet') for line, name in (
-                ('config show', 'config'), ('tui', 'tui'), ('workflows export 1', 'workflows export'))),
+                ('config show', 'config'), ('workflows export 1', 'workflows export'))),
             ('status 1 --qiet', "unknown option --qiet, did you mean '--quiet'?"),
             ('status -z', 'unknown option -z'),
             ('-f jsno status', "-f/--format: 'jsno' is none of table, json, csv, tsv, did you mean 'json'?"),
@@ -22570,7 +22798,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 33557
+TORC_LINES = 34238
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
@@ -22957,8 +23185,8 @@ class CommandExampleLaws(WorldTest):
           - {name: greet, command: echo hello, resource_requirements: big, failure_handler: again, input_files: [data], input_user_data: [limits]}
           - {name: bad, command: exit 1, depends_on: [greet]}
         """
-    # Run by other tests: they need, or are, a server, or go on until a workflow is complete.
-    SERVED = ('serve', 'ping', 'open', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch',
+    # Run by other tests: they need, or are, a server, or go on until a workflow is complete, or need a terminal.
+    SERVED = ('tui', 'serve', 'ping', 'open', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch',
               *(row.name for row in torc.COMMANDS if row.name.startswith('remote ') and row.name != 'remote list-workers'))     # hosts
 
     # What has to be so for an example alone: a job whose failure is undecided.

@@ -95,8 +95,9 @@ Sections (grep '^# ==' torc.py):
     20h. Watch
     20i. Remote commands
     20j. Service
-    20k. Arguments
-    20l. Manual
+    20k. Terminal view
+    20l. Arguments
+    20m. Manual
     21. Command table
     21a. Main
     A. Page
@@ -26511,27 +26512,8 @@ def cmd_reset_status(session: Session, args: Arguments) -> Any:
 STATUS_EVERY_S = 2.0
 
 
-def cmd_status(session: Session, args: Arguments) -> Any:
-    """How far a workflow is; with --watch again and again, until it is complete."""
-    workflow_id = choose_workflow(session, args)
-    if not args['watch']:
-        status, text, doubts = read_status(session, workflow_id)
-        session.report(*(f'warning: {doubt}' for doubt in doubts))
-        return Answer(status, text, style_of(session.out, os.environ))
-    if session.format == 'json' or not session.out.isatty():
-        wait = command_line(session, 'watch', workflow_id)
-        raise BadInput(f'--watch redraws a terminal: leave it out, or wait with `{wait}`')
-    while True:
-        status, text, doubts = read_status(session, workflow_id)
-        session.redraw(text + format_lines(f'warning: {doubt}' for doubt in doubts))
-        if status['is_complete']:
-            return None
-        session.client.close()      # an embedded database is for others meanwhile
-        time.sleep(STATUS_EVERY_S)
-
-
-def read_status(session: Session, workflow_id: int) -> Tuple[Dict[str, Any], str, List[str]]:
-    """How far a workflow is: as JSON has it, as text, and what is to be warned of."""
+def read_status(session: Session, workflow_id: int) -> Dict[str, Any]:
+    """How far a workflow is, and why not further."""
     status = session.call('get_workflow_status', workflow_id=workflow_id)
     status['run_id'] = session.workflow(status['workflow_id']).get('run_id') or 0   # `reconcile` asks for it
     status['explanation'] = call_addition(session.client, 'explain_workflow',
@@ -26544,6 +26526,12 @@ def read_status(session: Session, workflow_id: int) -> Tuple[Dict[str, Any], str
         waiting = call_addition(session.client, 'explain_waiting', workflow_id=status['workflow_id'])
         status['allocations'] = waiting.get('allocations', [])
         status['silent_runners'] = silent_runners(waiting)
+    return status
+
+
+def word_status(session: Session, workflow_id: int) -> Tuple[Dict[str, Any], str, List[str]]:
+    """The same, as text, and what is to be warned of."""
+    status = read_status(session, workflow_id)
     doubts = [f"no runner with --label {labels} for {counted(count, 'ready job')}"
               for labels, count in status['unserved_ready_labels'].items()]
     count = status.get('runtime_blocked_ready_jobs')
@@ -26552,6 +26540,25 @@ def read_status(session: Session, workflow_id: int) -> Tuple[Dict[str, Any], str
     asks = status['jobs_by_status']['ready'] > 0 and asks_slurm(session, status['workflow_id'])
     style = style_of(session.out, os.environ)
     return status, format_status(dict(status, asks_slurm=asks), style, command_line(session)), doubts
+
+
+def cmd_status(session: Session, args: Arguments) -> Any:
+    """How far a workflow is; with --watch again and again, until it is complete."""
+    workflow_id = choose_workflow(session, args)
+    if not args['watch']:
+        status, text, doubts = word_status(session, workflow_id)
+        session.report(*(f'warning: {doubt}' for doubt in doubts))
+        return Answer(status, text, style_of(session.out, os.environ))
+    if session.format == 'json' or not session.out.isatty():
+        wait = command_line(session, 'watch', workflow_id)
+        raise BadInput(f'--watch redraws a terminal: leave it out, or wait with `{wait}`')
+    while True:
+        status, text, doubts = word_status(session, workflow_id)
+        session.redraw(text + format_lines(f'warning: {doubt}' for doubt in doubts))
+        if status['is_complete']:
+            return None
+        session.client.close()      # an embedded database is for others meanwhile
+        time.sleep(STATUS_EVERY_S)
 
 
 def cmd_delete_workflows(session: Session, args: Arguments) -> Any:
@@ -30804,7 +30811,674 @@ def cmd_install(session: Session, args: Arguments) -> Answer:
     return Answer(value, [f'Installed torc {__version__} as {launcher}, for {sys.executable}'])
 
 
-# ======== 20k. Arguments: what commands take ========
+# ======== 20k. Terminal view: workflows on a terminal, live ========
+#
+# `tui` shows what the page shows, in its words and with its signs, where there is no browser. TERMINAL_VIEWS
+# says what is asked and shown, KEYS what keys do. Only what is seen is asked for: the rows on the screen,
+# sorted and filtered by the server, every two seconds, or so seldom that it does other things most of the
+# time. All text passes Screen.put(), where it becomes printable. No job is started from here: for what goes
+# on working, the command to type is shown.
+
+TERMINAL_LOOK_S = 2.0           # between looks at what is shown
+TERMINAL_LOOK_SHARE = 10        # ... at least so many times as long as the answer took
+TERMINAL_CONNECT_S = 0.1        # of a look for a server that is away: it holds up the keys
+LOG_BYTES = 1 << 20             # of a job's output, from its end
+SIGNS = dict(zip(STATUS_CODES, '·…o»▶✓✗–⧖⊘?'))     # the page's; elsewhere than in UTF-8 those of STATUSES
+KEY_NAMES = {       # characters, and curses' names -> ours; other characters stand for themselves
+    '\n': 'Enter', '\r': 'Enter', 'KEY_ENTER': 'Enter', '\t': 'Tab', 'KEY_BTAB': 'Shift-Tab', '\x1b': 'Esc',
+    '\x7f': 'Backspace', '\b': 'Backspace', 'KEY_BACKSPACE': 'Backspace', 'KEY_UP': 'Up', 'KEY_DOWN': 'Down',
+    'KEY_LEFT': 'Left', 'KEY_RIGHT': 'Right', 'KEY_PPAGE': 'PgUp', 'KEY_NPAGE': 'PgDn', 'KEY_HOME': 'g',
+    'KEY_END': 'G'}
+
+
+class Screen:
+    """A terminal: texts at places, and keys."""
+
+    def __init__(self, curses: Any, window: Any, session: Session) -> None:
+        style = style_of(session.out, os.environ)
+        self.curses, self.window, self.stdin = curses, window, session.stdin
+        self.is_unicode = style.is_unicode
+        self.ellipsis = '…' if style.is_unicode else '~'
+        self.colours = {'90': curses.A_DIM}     # ANSI number -> attribute
+        with contextlib.suppress(curses.error):     # it cannot hide the cursor, or has only its own colours
+            curses.curs_set(0)
+            curses.use_default_colors()
+        for number in range(1, 8) if style.has_colour and curses.has_colors() else ():
+            curses.init_pair(number, number, -1)
+            self.colours[str(30 + number)] = curses.color_pair(number)
+
+    def put(self, line: int, column: int, text: str, attribute: int = 0, width: int = 0) -> None:
+        """A text at a place, as far as there is room; filled up to a width, below 0 from the left."""
+        height, columns = self.window.getmaxyx()
+        room, text = min(abs(width) or columns, columns - column), one_line(text)
+        text = text if self.is_unicode else text.encode('ascii', 'backslashreplace').decode()
+        if line < height and room > 0:
+            text = cut(text, room, self.ellipsis)
+            with contextlib.suppress(self.curses.error):    # said of the last place of all
+                self.window.addstr(line, column, pad(text, room * bool(width), width < 0), attribute)
+
+    def read_key(self, wait_s: float) -> str:
+        """The next key that is typed; '' if none is for some time."""
+        self.window.timeout(max(0, int(wait_s * 1000)))
+        try:
+            key = self.window.get_wch()
+        except self.curses.error:
+            if not self.stdin.isatty():
+                raise BadInput('the terminal is gone') from None
+            return ''
+        name = self.curses.keyname(key).decode() if isinstance(key, int) else key
+        return KEY_NAMES.get(name, name)
+
+
+class Pager:
+    """Lines that are looked through; `read` gives them at each look."""
+
+    def __init__(self, title: str, read: Callable[[], Sequence[str]], is_at_end: bool = False) -> None:
+        self.title, self.read, self.is_at_end = title, read, is_at_end      # only a log stays at its end
+        self.lines = []         # type: Sequence[str]
+        self.top = self.left = 0
+        self.height = 1         # lines that are seen
+        self.wanted = ''        # what is searched
+
+    def look(self) -> None:
+        """Read the lines again."""
+        self.lines = self.read()
+        self.move(len(self.lines) if self.is_at_end else 0)
+
+    def move(self, step: int) -> None:
+        """Go up or down."""
+        last = max(0, len(self.lines) - self.height)
+        self.top = max(0, min(self.top + step, last))
+        self.is_at_end = isinstance(self, JobLog) and self.top == last
+
+    def find(self, begin: int, step: int) -> bool:
+        """Go to the next line, or the one before, that holds what is searched."""
+        for row in range(begin, len(self.lines) if step > 0 else -1, step):
+            if self.wanted.lower() in self.lines[row].lower():
+                self.top, self.is_at_end = row, False
+                return True
+        return False
+
+
+class JobLog(Pager):
+    """The end of what a job has printed, as the server reads it."""
+
+    def __init__(self, client: Client, job_id: int, stream: str) -> None:
+        super().__init__(f'{stream} of job {job_id} (Tab: the other)', self.read_lines, True)
+        self.client, self.job_id, self.stream = client, job_id, stream
+        self.attempt, self.data, self.next = 0, b'', 0      # next: where to read on; below 0: from the end
+
+    def read_lines(self) -> List[str]:
+        """Its lines, with what has come since the last look."""
+        attempt, size = self.client.call('get_job', job_id=self.job_id)['attempt_id'], math.inf
+        if attempt != self.attempt:
+            self.attempt, self.data, self.next = attempt, b'', -LOG_BYTES
+        try:
+            while self.next < size:
+                found = self.client.call('get_job_output', job_id=self.job_id, stream=self.stream, offset=self.next)
+                data, begin, size = base64.b64decode(found['data']), found['offset'], found['size']
+                kept = b'' if 0 <= self.next != begin else self.data    # the file is a shorter one now
+                self.data, self.next = (kept + data)[-LOG_BYTES:], begin + len(data)
+        except (NotFound, Denied) as error:
+            return [f'({error.message})']
+        lines = self.data.decode('utf-8', 'replace').replace('\r\n', '\n').split('\n')
+        return [printable_line(line.expandtabs()) for line in lines[:-1] + lines[-1:] * bool(lines[-1])]
+
+
+# -------- views --------
+
+class View(Row):
+    """What is shown: a list, or a text."""
+    name: str
+    op: str = ''            # operation that lists it
+    # 'TITLE WIDTH=KEY, ...': 0 for what is left of the line; below 0: on the right. The server can sort by
+    # keys but for those in parentheses, which are made here, or in SHOWN_OBJECTS.
+    columns: str = ''
+    asks: Dict[str, Any] = {}       # for these only, or in this order
+    words: str = ''         # of a filter, WORD=PARAMETER, beside the parameters of the operation
+    job_key: str = ''       # of a row: the id of a job
+    read: Any = None        # the lines of a text: a function of a Session, a workflow and a Style
+
+
+def read_summary(session: Session, workflow: Values, style: Style) -> List[str]:
+    """How far a workflow is, as `status` says it, and what it is about."""
+    about = ('description', 'user', 'project', 'submission_directory', 'spec_path', 'timestamp')
+    text = format_status(read_status(session, workflow['id']), style, command_line(session))
+    return (text + '\n' + format_record({key: workflow.get(key) for key in about})).splitlines()
+
+
+def read_graph(session: Session, workflow: Values, style: Style) -> List[str]:
+    """The kinds of jobs, in layers: how many of which status, and what waits for them."""
+    graph = session.call('get_graph', workflow_id=workflow['id'])
+    waiters = collections.defaultdict(list)     # type: Dict[int, List[str]]
+    for one, other, _ in graph['edges']:
+        waiters[one].append(graph['nodes'][other]['name'])
+    lines, layer = [graph['title']], None
+    for number, node in sorted(enumerate(graph['nodes']), key=lambda pair: pair[1]['layer']):
+        lines += ['', f"Layer {node['layer'] + 1}"] * (node['layer'] != layer)
+        lines.append(f"  {node['name']}: {format_counts(node['counts'])}")
+        arrow = '→' if style.is_unicode else '->'
+        lines += [f'      {arrow} {first_of(waiters[number])}'] * bool(waiters[number])
+        layer = node['layer']
+    return lines
+
+
+def jobs_done(workflow: Values) -> str:
+    """Which part of a workflow's jobs is done, as '45%'."""
+    counts = workflow.get('counts', {})
+    done, total = sum(counts.get(name, 0) for name in DONE_STATUSES), sum(counts.values())
+    return f'{100 * done // total}%' if total else ''
+
+
+TERMINAL_CELLS = {
+    '(jobs)': lambda workflow: sum(workflow.get('counts', {}).values()), '(done)': jobs_done,
+    '(when)': lambda event: format_local_time(dated(event).get('timestamp_formatted')), **SHOWN_OBJECTS}
+NEWEST_FIRST = {'sort_by': 'id', 'reverse_sort': True}
+TERMINAL_VIEWS = (
+    View('Workflows', 'list_workflows', 'ID -5=id, Name 16=name, User 8=user, State 15=status, '
+         'Jobs -7=(jobs), Done -5=(done), Created 0=timestamp', NEWEST_FIRST),
+    View('Summary', read=read_summary),
+    View('Jobs', 'list_jobs', 'ID -6=id, Name 20=name, Status 16=status, Attempt -7=attempt_id, '
+         'Priority -8=priority, Node -5=compute_node_id, Command 0=command', {}, 'label=labels '
+         'node=active_compute_node_id requirements=resource_requirements_id needs=upstream_job_id '
+         'file=needs_file_id', 'id'),
+    View('Running', 'list_jobs', 'ID -6=id, Name 20=name, Node -5=compute_node_id, Since 19=start_time, '
+         'Time -8=(elapsed), Command 0=command', {'status': 'running'}, 'node=active_compute_node_id', 'id'),
+    View('Results', 'list_results', 'ID -6=id, Name 16=job_name, Run -3=run_id, Attempt -7=attempt_id, '
+         'Code -4=return_code, Status 12=status, Time -7=exec_time_minutes, Memory -8=peak_memory_bytes, '
+         'Reason 0=reason', {}, 'job=job_id run=run_id code=return_code node=compute_node_id', 'job_id'),
+    View('Files', 'list_files', 'ID -6=id, Name 20=name, Changed 19=st_mtime, Path 0=path'),
+    View('User data', 'list_user_data', 'ID -6=id, Name 24=name, Ephemeral 9=is_ephemeral, Data 0=(preview)'),
+    View('Events', 'list_events', 'ID -7=id, Time 19=(when), Event 20=(type), What happened 0=(message)',
+         NEWEST_FIRST),
+    View('Compute nodes', 'list_compute_nodes', 'ID -5=id, Host 18=hostname, CPUs -4=num_cpus, '
+         'Memory (GB) -11=memory_gb, GPUs -4=num_gpus, Kind 6=compute_node_type, At work 7=is_active, '
+         'Since 0=start_time', {}, 'host=hostname'),
+    View('Allocations', 'list_scheduled_compute_nodes', 'ID -6=id, Kind 6=scheduler_type, '
+         'Slurm job -10=scheduler_id, Status 10=status, Reason 0=reason', NEWEST_FIRST),
+    View('Slurm stats', 'list_slurm_stats', 'Job -6=job_id, Run -3=run_id, Attempt -7=attempt_id, '
+         'Slurm job 12=slurm_job_id, Memory -9=max_rss_bytes, CPU seconds -11=ave_cpu_seconds, '
+         'Nodes 0=node_list', {}, 'job=job_id run=run_id', 'job_id'),
+    View('Graph', read=read_graph),
+)
+
+
+def parse_filter(view: View, text: str) -> Dict[str, str]:
+    """'status:failed work' -> {'status': 'failed', 'name': 'work'}, parameters of a list. BadInput."""
+    known = {name: name for name in parse_model(OPERATIONS[view.op].query)
+             if name not in ('workflow_id', 'offset', 'limit', 'sort_by', 'reverse_sort')}
+    known.update(pair.split('=') for pair in view.words.split())
+    pairs = [part.split(':', 1) if ':' in part else ['name', part] for part in text.split()]
+    if not known.keys() >= {word for word, _ in pairs}:
+        raise BadInput(f'filters are {", ".join(f"{word}:VALUE" for word in known)}')
+    return {known[word]: value for word, value in pairs}
+
+
+# -------- what is done to a workflow --------
+
+class Action(Row):
+    """What a key does to a workflow, after a question."""
+    key: str
+    help: str
+    question: str           # {} stands for the workflow
+    work: Callable[[Session, Values, int, bool], Any]   # ..., id of the chosen job or 0, is it a dry run
+    said: str               # when it is done
+    has_plan: bool = False      # the lines that a dry run gives are shown with the question
+
+
+def initialize(session: Session, workflow: Values, *_: Any) -> None:
+    """Make jobs ready that wait for nothing."""
+    refuse_missing_inputs(check_files(session.client, workflow), False, log.warning)
+    prepare_run(session.client, workflow, False)
+
+
+def run_changed(session: Session, workflow: Values, job_id: int, is_dry_run: bool) -> List[str]:
+    """Run again what is out of date, as `workflows reinit` does."""
+    refuse_missing_inputs(check_files(session.client, workflow), False, log.warning)
+    if not is_dry_run:
+        session.call('reset_workflow_status', workflow_id=workflow['id'])
+        prepare_run(session.client, workflow)
+    found = find_changes(session.client, workflow, is_dry_run=True) if is_dry_run else {}
+    return [f"{change['job_name']}: {change['reason']}" for changes in found.values() for change in changes]
+
+
+def run_again(session: Session, workflow: Values, job_id: int, is_dry_run: bool) -> List[str]:
+    """Run a job, or without one all that failed, again, with what depends on it."""
+    wanted = {'job_ids': [job_id]} if job_id else {'statuses': list(BROKEN_WORDS)}  # type: Dict[str, Any]
+    wanted['reinit'] = True
+    plan = session.call('reset_jobs', wanted, workflow_id=workflow['id'], dry_run=is_dry_run)
+    return [f"{job['name']} ({job['status']})" for job in plan['jobs'] + plan['downstream_jobs']]
+
+
+def reset_all(session: Session, workflow: Values, *_: Any) -> None:
+    """Set all jobs back."""
+    session.call('reset_workflow_status', workflow_id=workflow['id'])
+    session.call('reset_job_status', workflow_id=workflow['id'])
+
+
+def delete_own(session: Session, workflow: Values, *_: Any) -> None:
+    """Delete a workflow of the user's that is not at work."""
+    deletable_workflow(session, False, workflow['id'])
+    session.call('delete_workflow', workflow_id=workflow['id'])
+
+
+RUN_NOW = 'Ready to run: x shows how'
+ACTIONS = {action.key: action for action in (
+    Action('i', 'initialize it', 'Initialize {}? Jobs that wait for nothing become ready', initialize,
+           RUN_NOW),
+    Action('I', 'run again what changed', 'Run this of {} again?', run_changed, RUN_NOW, True),
+    Action('y', 'run the chosen job, or all that failed, again', 'Run this of {} again?', run_again,
+           RUN_NOW, True),
+    Action('R', 'reset all its jobs', 'Reset {}? All jobs are to run again, also those that are complete',
+           reset_all, 'All jobs are set back: initialize (i), then run'),
+    Action('C', 'cancel it', 'Cancel {}? Running jobs are stopped', lambda session, workflow, *_: [
+        session.call('cancel_workflow', workflow_id=workflow['id'])],
+        'Canceled; the command `cancel` does so with allocations of Slurm'),
+    Action('d', 'delete it', 'Delete {} with all jobs and results?', delete_own, 'Deleted'),
+)}
+TYPED = {   # keys that show a command
+    'x': ('run',), 's': ('submit',), 'W': ('watch', '--recover'), 'V': ('recover', '--dry-run')}
+
+
+# -------- the terminal --------
+
+class Terminal:
+    """What is shown, and what was found for it. Its keys are in KEYS."""
+
+    def __init__(self, session: Session, screen: Screen, workflow: Values) -> None:
+        self.session, self.client, self.screen = session, session.client, screen
+        self.workflow = workflow    # that the views are about; {}: none was chosen yet
+        self.of_all = False     # list workflows of all users
+        self.over = None        # type: Optional[Pager]  # a text that is shown above the view
+        self.message = self.problem = ''    # until the next key; why the last look failed
+        self.is_away = self.is_over = False
+        self.fresh_at = time.time()     # when it was as shown
+        self.show_view(TERMINAL_VIEWS[bool(workflow)])
+
+    def show_view(self, view: View) -> None:
+        """Go to a view."""
+        self.view = view
+        self.text = view.read and Pager(view.name, lambda: view.read(self.session, self.workflow, Style(
+            self.screen.is_unicode, True, False, self.screen.window.getmaxyx()[1])))
+        self.restart({}, '')
+
+    def restart(self, sort: Values, words: str) -> None:
+        """Show a list from its begin on."""
+        self.sort, self.filter, self.row, self.top = sort, words, 0, 0
+        self.items, self.total, self.due_at = [], 0, 0.0    # type: List[Values], int, float
+
+    def show_over(self, pager: Optional[Pager]) -> None:
+        """Show a text above the view, or close it."""
+        self.over, self.due_at = pager, 0.0
+
+    @property
+    def pager(self) -> Optional[Pager]:
+        """The text that is seen; None for a list."""
+        return self.over or self.text
+
+    @property
+    def height(self) -> int:
+        """Lines of a text, or rows of a list, that are seen."""
+        return max(1, self.screen.window.getmaxyx()[0] - (4 if self.pager else 5))
+
+    @property
+    def chosen(self) -> Values:
+        """The chosen row of a list; {}."""
+        is_seen = not self.pager and self.row - self.top < len(self.items)
+        return self.items[self.row - self.top] if is_seen else {}
+
+    @property
+    def about(self) -> Values:
+        """The workflow that a key is about; {}."""
+        return self.chosen if self.view.name == 'Workflows' else self.workflow
+
+    def fits(self, where: str) -> bool:
+        """Whether keys of a kind mean something now."""
+        return bool({'': True, 'text': self.pager, 'above': self.over, 'log': isinstance(self.over, JobLog),
+                     'view': not self.over, 'list': not self.pager, 'workflow': self.about and not self.over,
+                     'job': self.chosen.get(self.view.job_key)}[where])
+
+    def run(self) -> None:
+        """Look, show and obey until it is over."""
+        while not self.is_over:
+            key = self.screen.read_key(0)
+            if not key:     # what was typed meanwhile comes first
+                if time.monotonic() >= self.due_at:
+                    self.look()
+                self.draw()
+                key = self.screen.read_key(self.due_at - time.monotonic())
+            elif not self.due_at and key not in KEYS[0].names.split():
+                self.look()     # what it is about
+            rows = [row for row in KEYS if key in row.names.split()]
+            self.message = '' if key else self.message
+            try:
+                for row in [row for row in rows if self.fits(row.where)][:1]:
+                    row.run(self, key)
+                if key == 'KEY_RESIZE':
+                    self.due_at = 0.0
+            except TorcError as error:
+                self.message = error.message.split('\n')[0]
+
+    # ---- looking ----
+
+    def look(self) -> None:
+        """Ask for what is shown."""
+        began = time.monotonic()
+        try:
+            self.client.ensure_connected(TERMINAL_CONNECT_S)
+            if self.pager:
+                self.pager.height = self.height
+                self.pager.look()
+            else:
+                self.look_at_list()
+            self.fresh_at, self.problem, self.is_away = time.time(), '', False
+        except TorcError as error:
+            self.problem, self.is_away = error.message.split('\n')[0], isinstance(error, Unreachable)
+        now = time.monotonic()
+        self.due_at = now + max(TERMINAL_LOOK_S, TERMINAL_LOOK_SHARE * (now - began))
+
+    def look_at_list(self) -> None:
+        """Ask for the rows that are seen, and once more if there are fewer rows by now."""
+        query = dict(self.view.asks, **self.sort, limit=self.height, **parse_filter(self.view, self.filter))
+        if self.view.name != 'Workflows':
+            query['workflow_id'] = self.workflow['id']
+        elif not self.of_all:
+            query['user'] = user_name()
+        for _ in range(2):
+            first, last = self.row - self.height + 1, max(0, self.total - self.height)
+            self.top = min(max(self.top, first), self.row, last)
+            answer = self.client.call(self.view.op, offset=self.top, **query)
+            self.total, self.items = answer['total_count'], answer['items']
+            if self.row < max(1, self.total):
+                break
+            self.row = max(0, self.total - 1)
+        if self.view.name == 'Workflows' and self.items:
+            ids = [row['id'] for row in self.items]
+            found = call_addition(self.client, 'list_workflow_statuses', ids=ids, counts=True)
+            for row in self.items:
+                row.update(status=found.get('statuses', {}).get(str(row['id']), ''),
+                           counts=found.get('counts', {}).get(str(row['id']), {}))
+
+    # ---- drawing ----
+
+    def draw(self) -> None:
+        """Show all of it; curses sends what has changed."""
+        screen, curses, (height, width) = self.screen, self.screen.curses, self.screen.window.getmaxyx()
+        screen.window.erase()
+        title = f"workflow {self.workflow['id']}: {self.workflow['name']}" if self.workflow else 'workflows'
+        screen.put(0, 0, f'torc - {self.over.title if self.over else title}', curses.A_BOLD)
+        names = [f'[{view.name}]' if view is self.view else view.name for view in TERMINAL_VIEWS]
+        while len(' '.join(names).partition(']')[0]) >= width and names[0][0] != '[':   # from a later one on
+            names.pop(0)
+        screen.put(1, 0, ' '.join(names))
+        self.draw_list(width) if not self.pager else self.draw_text(self.pager)
+        found = '' if self.pager or not self.filter else f'filter: {self.filter}'
+        screen.put(height - 2, 0, self.message or self.problem or found, curses.A_BOLD)
+        self.draw_bar(height, width)
+        screen.window.noutrefresh()
+        curses.doupdate()
+
+    def draw_text(self, pager: Pager) -> None:
+        """The lines of a text that are seen; those with what is searched stand out."""
+        pager.height = self.height
+        for number, line in enumerate(pager.lines[pager.top:pager.top + pager.height]):
+            is_found = bool(pager.wanted) and pager.wanted.lower() in line.lower()
+            self.screen.put(2 + number, 0, line[pager.left:], self.screen.curses.A_REVERSE * is_found)
+
+    def draw_list(self, room: int) -> None:
+        """Headings and rows."""
+        screen, left, order = self.screen, 1, '▼▲' if self.screen.is_unicode else 'v^'
+        colours = {row.name: screen.colours.get(row.colour, 0) for row in STATUSES}
+        signs = SIGNS if screen.is_unicode else {row.name: row.symbol for row in STATUSES}
+        for title, text, key in re.findall(r'([^,=]+?) (-?\d+)=([^,]+)(?:, )?', self.view.columns):
+            width, show = int(text) or max(1, room - left), SHOWN_VALUES.get(key, lambda value: value)
+            shown = TERMINAL_CELLS.get(key) or (lambda row, key=key, show=show: show(row.get(key)))
+            title += order[not self.sort['reverse_sort']] if self.sort.get('sort_by') == key else ''
+            screen.put(2, left, title, screen.curses.A_UNDERLINE, width)
+            for number, row in enumerate(self.items):
+                is_chosen = self.top + number == self.row
+                cell = shown(row)
+                look = colours.get(cell, 0) if key == 'status' else 0
+                look = screen.curses.A_REVERSE if is_chosen else look
+                cell = f"{signs.get(cell, ' ')} {cell}" if key == 'status' else format_cell(cell)
+                screen.put(3 + number, left, ZONED_TIME.sub(r'\1', cell), look, width)
+                screen.put(3 + number, 0, '>' * is_chosen, look)
+            left += abs(width) + 1
+
+    def draw_bar(self, height: int, width: int) -> None:
+        """The lowest line: how fresh this is, who asks where, and the place in all of it."""
+        clock, pager, signs = time.strftime('%H:%M:%S', time.localtime(self.fresh_at)), self.pager, '●○'
+        sign = (signs if self.screen.is_unicode else '*o')[self.is_away]
+        fresh = f'{sign} the server is away since {clock}' if self.is_away else f'{sign} as of {clock}'
+        where = urllib.parse.urlsplit(self.client.named_url).netloc or self.client.database
+        first, total = (pager.top, len(pager.lines)) if pager else (self.row, self.total)
+        end = f'  {min(first + 1, total):,} of {total:,}  ? help'
+        left, reverse = max(0, width - len(end)), self.screen.curses.A_REVERSE
+        self.screen.put(height - 1, 0, f'{fresh}  {user_name()} at {where}', reverse, left)
+        self.screen.put(height - 1, left, end, reverse)
+
+    # ---- keys ----
+
+    def move(self, key: str) -> None:
+        """Go through a list or text."""
+        pager, count = self.pager, len(self.pager.lines) if self.pager else self.total
+        steps = {'Up': -1, 'k': -1, 'Down': 1, 'j': 1, 'PgUp': -self.height, 'PgDn': self.height, 'g': -count,
+                 'G': count}
+        if pager:
+            pager.left = max(0, pager.left + {'Left': -20, 'Right': 20}.get(key, 0))
+            return pager.move(steps.get(key, 0))
+        self.row = max(0, min(self.row + steps.get(key, 0), self.total - 1))
+        top = min(max(self.top, self.row - self.height + 1), self.row)
+        if top != self.top:
+            self.top, self.items, self.due_at = top, [], 0.0
+
+    def turn(self, key: str) -> None:
+        """The next view, or the one before; of a log the other stream."""
+        if isinstance(self.over, JobLog):
+            other = 'stderr' if self.over.stream == 'stdout' else 'stdout'
+            return self.show_over(JobLog(self.client, self.over.job_id, other))
+        step = 1 if key == 'Tab' else -1
+        self.go_to(TERMINAL_VIEWS[(TERMINAL_VIEWS.index(self.view) + step) % len(TERMINAL_VIEWS)].name)
+
+    def go_to(self, name: str) -> None:
+        """A view, of the workflow that is chosen now."""
+        if name != 'Workflows' and not self.about:
+            raise BadInput('there is no workflow to show')
+        self.workflow = self.about or self.workflow
+        self.show_view(next(view for view in TERMINAL_VIEWS if view.name == name))
+
+    def back(self, key: str) -> None:
+        """Close what is shown above the view; else to the workflows."""
+        if self.over:
+            self.show_over(None)
+        else:
+            self.go_to('Workflows')
+
+    def open_row(self, key: str) -> None:
+        """Open a workflow, or show all of a row."""
+        row, job_key = self.chosen, self.view.job_key
+        if self.view.name == 'Workflows':
+            return self.go_to('Summary')
+
+        def read() -> List[str]:
+            job = self.session.job(row['id']) if job_key == 'id' else {}
+            reason = {'reason': self.session.reason(job)} if job else {}
+            return format_record({**row, **reason, **job}).splitlines()
+        if row:
+            self.show_over(Pager(self.view.name, read))
+
+    def sort_by(self, key: str) -> None:
+        """By a column: descending, then ascending, then as usual."""
+        keys = re.findall(r'=([^,]+)', self.view.columns)
+        name = keys[int(key) - 1] if int(key) <= len(keys) else '('
+        if name[0] == '(' or 'sort_by' not in parse_model(OPERATIONS[self.view.op].query):
+            raise BadInput('the server does not sort by that')
+        before = self.sort.get('reverse_sort') if self.sort.get('sort_by') == name else None
+        after = {} if before is False else {'sort_by': name, 'reverse_sort': before is None}
+        self.restart(after, self.filter)
+
+    def filter_by(self, key: str) -> None:
+        """Ask for a filter, and use it."""
+        text = self.ask('filter, such as status:failed name:work: ', self.filter)
+        if text is not None:
+            parse_filter(self.view, text)
+            self.restart(self.sort, text)
+
+    def search(self, key: str) -> None:
+        """Ask what to search, and go there, or on to the next place, or the one before."""
+        pager, step = self.pager, -1 if key == 'N' else 1
+        pager.wanted = self.ask('/', '') or pager.wanted if key == '/' else pager.wanted
+        if pager.wanted and not pager.find(pager.top + step * (key != '/'), step):
+            self.message = f'{pager.wanted} does not come any more'
+
+    def turn_users(self, key: str) -> None:
+        """Workflows of all users, or of one's own."""
+        self.of_all = not self.of_all
+        self.go_to('Workflows')
+        self.message = 'workflows of all users' if self.of_all else 'your workflows'
+
+    def ask(self, question: str, text: str) -> Optional[str]:
+        """A line that is typed; None if it was given up."""
+        while True:
+            self.message = f'{question}{text}_'
+            self.draw()
+            key = self.screen.read_key(60)
+            if key in ('Enter', 'Esc'):
+                self.message = ''
+                return text if key == 'Enter' else None
+            text = text[:-1] if key == 'Backspace' else '' if key == '\x15' else text  # Ctrl-U
+            text += key if len(key) == 1 and key.isprintable() else ''
+
+    def act(self, key: str) -> None:
+        """Do something to a workflow, after a question, which shows what would be done."""
+        self.client.ensure_connected(TERMINAL_CONNECT_S)
+        action, workflow = ACTIONS[key], self.session.workflow(self.about['id'])
+        job_id, answer = self.chosen.get(self.view.job_key, 0), ''
+        named = f"workflow {workflow['id']} ({workflow['name']})"
+        if action.has_plan:
+            lines = action.work(self.session, workflow, job_id, True)
+            if not lines:
+                raise Refused('There is nothing to run again')
+            self.over = Pager(f"This would run again ({counted(len(lines), 'job')})", lambda: lines)
+            self.over.look()
+        while answer not in ('y', 'n', 'q', 'Esc'):
+            self.message = '(y/n) ' + action.question.format(named)
+            self.draw()
+            answer = self.screen.read_key(60)
+            self.move(answer)
+        self.message = ''
+        self.show_over(None)
+        if answer == 'y':
+            action.work(self.session, workflow, job_id, False)
+            self.message = action.said
+            if key == 'd':
+                self.workflow = {}
+                self.show_view(TERMINAL_VIEWS[0])
+
+    def set_priority(self, key: str) -> None:
+        """Change a job's priority."""
+        job_id = self.chosen[self.view.job_key]
+        text = self.ask(f'priority of job {job_id} (higher ones are claimed first): ', '')
+        if text:
+            if not re.match(r'-?[0-9]{1,9}\Z', text):
+                raise BadInput(f'{text!r} is not a whole number')
+            self.client.call('update_job', {'priority': int(text)}, job_id=job_id)
+            self.message, self.due_at = f'Job {job_id} has priority {text}', 0.0
+
+    def show_command(self, key: str) -> None:
+        """The command that works on a workflow: it goes on when this view is closed."""
+        verb, *options = TYPED[key]
+        lines = ['Type in another terminal, or after Ctrl-Z:', '',
+                 f"    cd {shlex.quote(self.about.get('submission_directory') or '.')}",
+                 f"    {command_line(self.session, verb, self.about['id'], *options)}"]
+        self.show_over(Pager(verb, lambda: lines))
+
+    def help(self, key: str) -> None:
+        """What the keys do."""
+        lines = format_rows(((row.names, row.help) for row in KEYS), columns=78).splitlines()
+        self.show_over(Pager('keys', lambda: lines))
+
+
+class Key(Row):
+    """What a key is for. Of several rows with it, the first that fits."""
+    names: str
+    where: str              # it means something: see Terminal.fits()
+    help: str
+    run: Callable[[Terminal, str], Any]
+
+
+KEYS = (
+    Key('Up Down PgUp PgDn k j g G', '', 'move; g: to the begin, G: to the end, where a log is followed',
+        Terminal.move),
+    Key('Left Right', 'text', 'look at longer lines', Terminal.move),
+    Key('Enter', 'list', 'open a workflow, or show all of a row', Terminal.open_row),
+    Key('Tab', 'log', "a job's stdout, or its stderr", Terminal.turn),
+    Key('Tab Shift-Tab', 'view', 'next view, or the one before', Terminal.turn),
+    Key('q Esc', 'above', 'close a text', Terminal.back),
+    Key('Esc Backspace', 'view', 'back to the workflows', Terminal.back),
+    Key('/ n N', 'text', 'search, to the next place, to the one before', Terminal.search),
+    Key('1 2 3 4 5 6 7 8 9', 'list', 'sort by that column: descending, ascending, off', Terminal.sort_by),
+    Key('f', 'list', 'filter by column:value, several with blanks between them', Terminal.filter_by),
+    Key('c', 'list', 'neither sorted nor filtered', lambda terminal, _: terminal.restart({}, '')),
+    Key('r', 'view', 'ask now; it is done every 2 seconds', lambda terminal, _: terminal.show_over(None)),
+    Key('a', 'view', 'workflows of all users, or your own', Terminal.turn_users),
+    Key('e', 'workflow', 'events of a workflow', lambda terminal, _: terminal.go_to('Events')),
+    Key('l', 'job', 'what a job prints', lambda terminal, _: terminal.show_over(
+        JobLog(terminal.client, terminal.chosen[terminal.view.job_key], 'stdout'))),
+    Key('p', 'job', "change a job's priority", Terminal.set_priority),
+    *(Key(action.key, 'workflow', action.help, Terminal.act) for action in ACTIONS.values()),
+    *(Key(key, 'workflow', f"show the command: {' '.join(words)}", Terminal.show_command)
+      for key, words in TYPED.items()),
+    Key('?', 'view', 'this help', Terminal.help),
+    Key('q', 'view', 'quit', lambda terminal, _: setattr(terminal, 'is_over', True)),
+)
+
+
+@contextlib.contextmanager
+def ending_by_signals(ended_by: List[int]) -> Iterator[None]:
+    """SIGTERM and SIGHUP end what is done as Ctrl-C does, and are noted; warnings are kept off the screen."""
+    def end(number: int, _: Any) -> None:
+        ended_by.append(number)
+        raise KeyboardInterrupt
+    handlers = [(number, signal.signal(number, end)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = False
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
+def cmd_tui(session: Session, args: Arguments) -> int:
+    """Show workflows on the terminal, live."""
+    if not (session.stdin.isatty() and session.out.isatty()):
+        raise BadInput('tui needs a terminal')
+    try:
+        curses = importlib.import_module('curses')      # few commands need it, and not every Python has it
+    except ImportError as error:
+        raise BadInput(f'this Python has no curses ({error}): use another one, or the page') from None
+    try:
+        curses.setupterm()
+        is_able = bool(curses.tigetstr('cup'))      # without it initscr() would end the program
+    except curses.error:
+        is_able = False
+    if not is_able:
+        raise BadInput(f"tui cannot use the terminal {os.environ.get('TERM', '')!r}: set TERM, to xterm say")
+    session.client.need_server()    # else the database would be kept from others
+    session.client.database_id = call_addition(session.client, 'get_database').get('id', '')
+    workflow = {} if args['workflow_id'] is None else session.workflow(args['workflow_id'])
+    os.environ.setdefault('ESCDELAY', '25')     # ms that Esc waits for more of a key; else a second
+    ended_by = []       # type: List[int]
+    try:
+        with ending_by_signals(ended_by):
+            curses.wrapper(lambda window: Terminal(session, Screen(curses, window, session), workflow).run())
+    except KeyboardInterrupt:
+        return 128 + (ended_by or [signal.SIGINT])[0]
+    return 0
+
+
+# ======== 20l. Arguments: what commands take ========
 #
 # An Argument is a row: names, value, meaning, parser, count. Parsers are functions from a word to
 # a value that raise ValueError with what is wrong. Arguments of several commands have a name
@@ -31063,7 +31737,7 @@ GLOBAL_ARGUMENTS = (
 )
 
 
-# ======== 20l. Manual: what `help TOPIC` says ========
+# ======== 20m. Manual: what `help TOPIC` says ========
 #
 # Each text is read in a minute. Where it says torc.py, readers see the name by which they call the program.
 # Lines that begin with $ are examples, which the tests carry out.
@@ -31119,6 +31793,11 @@ Files
         $ torc.py logs 1 greet --tail 20
         $ torc.py logs 1 --failed
         $ torc.py logs 1 -f                 # until the jobs have ended
+
+On a terminal
+    `tui` shows workflows, jobs, results, events and what jobs print, as they
+    are now. It also sorts, filters, runs again and cancels; ? shows its keys:
+    `tui 1`.
 
 Long output
     The job goes on, what is more is cut off, and its result says so:
@@ -31608,6 +32287,8 @@ COMMANDS = (
         Argument('--retry-canceled', '', 'run again what was canceled, too'), DRY_RUN),
         'recover 1 --dry-run'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF, STATUS_WATCH), 'status 1'),
+    Command('tui', cmd_tui, 'show workflows on the terminal, live', (
+        ASKED_WF._replace(meaning='id of the workflow to begin with'),), 'tui 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
@@ -32246,7 +32927,7 @@ KEEPER_CALLS = {'start_server': start_embedded_server, 'end_steps': end_steps}
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
-PLANNED = ('config', 'tui', 'workflows export', 'workflows import', 'ro-crate', 'monitor-node',
+PLANNED = ('config', 'workflows export', 'workflows import', 'ro-crate', 'monitor-node',
            'completions', 'self')       # commands of Torc that are not there yet
 
 
