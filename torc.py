@@ -10376,7 +10376,7 @@ class Subscription(Row):
     """What the reader of a stream wants to hear."""
     subject: Any        # id of a workflow, or one of API_SUBJECTS
     least: int          # index in SEVERITIES
-    pause_s: float = 0.0    # after what was sent, so that the next piece holds more
+    pause_s: float = 0.0    # after what was sent: for who looks on, the latest that came meanwhile will do
 
 
 API_SUBJECTS = ('api', 'api with bodies')
@@ -13008,6 +13008,8 @@ def read_fingerprint(path: str) -> str:
 
 HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
 LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
+SHOWN_LASTS_S = 2.0                 # that an answer holds for the other pages that ask the same
+MAX_SHOWN_ANSWERS, MAX_SHOWN_BYTES = 64, 2 ** 18
 WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
 
@@ -13267,6 +13269,31 @@ def parse_login(body: bytes) -> Dict[str, str]:
     raise BadInput('a login is {"key": KEY} or {"user": NAME, "password": PASSWORD}', http=400)
 
 
+class ShownAnswers:
+    """What pages were answered a moment ago: many that look at one workflow cost little more than one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()    # held for what follows
+        self.answers = {}       # type: Dict[Tuple[str, ...], Tuple[float, int, bytes]]  # until when, and what
+
+    def find(self, head: RequestHead, identity: Identity) -> Optional[Tuple[int, bytes]]:
+        """Status and body that still hold; None if there are none. What changes something ends all."""
+        with self.lock:
+            if head.method != 'GET':
+                self.answers.clear()
+            found = self.answers.get((identity.user, str(identity.is_owner), head.path, head.query))
+        return found[1:] if found is not None and found[0] > time.monotonic() else None
+
+    def keep(self, head: RequestHead, identity: Identity, status: int, data: bytes) -> None:
+        """An answer for others that ask the same."""
+        with self.lock:
+            if head.method == 'GET' and status == 200 and len(data) <= MAX_SHOWN_BYTES:
+                if len(self.answers) >= MAX_SHOWN_ANSWERS:
+                    self.answers.clear()
+                key = identity.user, str(identity.is_owner), head.path, head.query
+                self.answers[key] = time.monotonic() + SHOWN_LASTS_S, status, data
+
+
 class AccessPolicy(Row):
     """Whom a server lets in."""
     token: str = ''                         # the owner's; '': every request is answered
@@ -13432,6 +13459,7 @@ MAX_STREAMS = 32                    # at once: each has a thread
 MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back
 MAX_SHOWN_REQUESTS = 1024           # the same of requests, with their bodies
 PIECE_BYTES = 65536                 # sent to a reader at once, about
+GLANCE_EVENTS = 20                  # ... to one that pauses
 RESUME_S = 600.0                    # a feed without readers is kept so long, for those who come back
 SHOWN_BODY_BYTES = 8192             # of each body in the stream of requests
 
@@ -13471,17 +13499,18 @@ class Feed:
             # no event, but an id to resume from
             return self.last, f'id: {self.epoch}-{self.last}\n\n'.encode()
 
-    def take(self, number: int, least: int, wait_s: float) -> Tuple[int, bytes]:
-        """What comes after an event, and the number of its last one; b'' if nothing does within a while."""
+    def take(self, number: int, least: int, wait_s: float, most: int = MAX_FEED_EVENTS) -> Tuple[int, bytes]:
+        """What comes after an event, the latest `most` of it, and the number of its last one; b'' if nothing
+        does within a while."""
         with self.more:
             if number == self.last:
                 self.more.wait(wait_s)
-            first = self.last - len(self.events) + 1
+            first = self.last - min(most, len(self.events)) + 1
             parts, size, number = [], 0, number + 1
             if number < first:
                 parts.append(self.format(first - 1, 'warning', {'dropped': first - number}))
                 number = first
-            for severity, text in itertools.islice(self.events, number - first, None):
+            for severity, text in itertools.islice(self.events, number + len(self.events) - 1 - self.last, None):
                 if size >= PIECE_BYTES:
                     break
                 if severity >= least:
@@ -13856,15 +13885,9 @@ class Connection:
         elif head.path in (PAGE_PATH, LOGIN_PATH):
             status, data, fields = self.answer_browser(body)
         else:
-            status, value = self.ask(body)
-            if isinstance(value, Subscription):
-                return self.stream(value)
-            try:
-                data = b'' if value is None else format_json(value).encode()
-            except ValueError as error:     # infinite, or half of a surrogate pair: no verb should let it in
-                status, value = answer_failure(error, f'the answer to {head.method} {head.path}')
-                data = format_json(value).encode()
-            del value       # it takes more memory than its text
+            status, data = self.find_shown() or self.answer_call(body)
+            if data is None:
+                return      # it was a stream
         self.close_connection = not head.keeps_alive
         self.send_answer(status, data, fields)
         if self.torc.feeds.by_subject:
@@ -13872,6 +13895,27 @@ class Connection:
             event = {'timestamp_ms': int(self.torc.store.now() * 1000), 'status': status,
                      'latency_ms': latency_ms, 'user': self.identity.user}
             self.torc.feeds.add_request(head, event, (body, data))
+
+    def answer_call(self, body: bytearray) -> Tuple[int, Optional[bytes]]:
+        """Status and body for an operation; no body when a stream of events was sent."""
+        head = self.head
+        status, value = self.ask(body)
+        if isinstance(value, Subscription):
+            self.stream(value)
+            return status, None
+        try:
+            data = b'' if value is None else format_json(value).encode()
+        except ValueError as error:     # infinite, or half of a surrogate pair: no verb should let it in
+            status, value = answer_failure(error, f'the answer to {head.method} {head.path}')
+            data = format_json(value).encode()
+        if 'torc-session' in head.fields:
+            self.torc.shown.keep(head, self.identity, status, data)
+        return status, data
+
+    def find_shown(self) -> Optional[Tuple[int, bytes]]:
+        """What another page was answered a moment ago."""
+        is_page = 'torc-session' in self.head.fields
+        return self.torc.shown.find(self.head, self.identity) if is_page else None
 
     def answer_browser(self, body: bytearray) -> Tuple[int, bytes, str]:
         """Status, body and header lines: the page, who a browser is, its login or its logout."""
@@ -13980,12 +14024,13 @@ class Connection:
             self.send(head + first)
             while not self.has_left():
                 was_over = self.torc.is_over
-                number, data = feed.take(number, wanted.least, 0.0 if was_over else min(1.0, KEEP_ALIVE_S))
+                number, data = feed.take(number, wanted.least, 0.0 if was_over else min(1.0, KEEP_ALIVE_S),
+                                         GLANCE_EVENTS if wanted.pause_s else MAX_FEED_EVENTS)
                 if data:
                     self.send(data)
-                    time.sleep(wanted.pause_s)
                 elif was_over:
                     return
+                time.sleep(wanted.pause_s)
                 if time.monotonic() >= due_at:
                     due_at = time.monotonic() + KEEP_ALIVE_S
                     if not self.may_read_on(stored):
@@ -14151,6 +14196,7 @@ class Server:
         self.failures_reported_at = -math.inf
         self.traffic = Traffic(store.now)
         self.access = Authenticator(policy, self.id)
+        self.shown = ShownAnswers()
         self.feeds = Feeds()
         self.listener = Listener(self, listener)
         self.waiters = Waiters(self.listener.most // 2)
@@ -33613,7 +33659,7 @@ async function tick() {
   const mine = view;
   if (!mine || mine.isBusy || document.hidden) return;
   const age = (Date.now() - mine.at) / 1000;
-  if (age < Math.max(1, (mine.rest || 0) / 1000) || !(mine.isDue || mine.how !== 'stream' && age >= mine.every)) return;
+  if (age < Math.max(2, (mine.rest || 0) / 1000) || !(mine.isDue || mine.how !== 'stream' && age >= mine.every)) return;
   Object.assign(mine, {isBusy: true, isDue: false});
   try {
     await mine.refresh();
@@ -34164,7 +34210,7 @@ async function showEvents(body, workflow) {
   };
   fill(body, make('table', {'aria-label': 'Events'}, make('thead', {}, make('tr', {}, ['Time', 'Event', 'What happened'].map(
     name => make('th', {scope: 'col'}, name)))), rows));
-  view.onEvent = event => event.event_type && line(event.timestamp, event.event_type,
+  view.onEvent = event => event.dropped ? line(Date.now(), '', `${count(event.dropped, 'event')} more`, {}) : line(event.timestamp, event.event_type,
     (event.data || {}).message || JSON.stringify(event.data), `${event.timestamp} ${JSON.stringify(event.data)}`);
   const {items} = await get('/events', {workflow_id: workflow.id, limit: 200, sort_by: 'id', reverse_sort: true});
   items.reverse().forEach(row => line(row.timestamp, row.data.event_type || row.data.category, row.data.message ||
