@@ -13263,6 +13263,7 @@ class LinkTest(RunnerCase):
         with FakeClock().set() as clock:
             link, began = self.begin(compute_node_wait_for_healthy_database_minutes=1), clock.now
             self.launched[1], self.client.before = None, before
+            link.context.variables['TORC_API_URL'] = 'where it was'
             for row in self.OUTAGE:
                 clock.now = began + float(row['at'])
                 if row['event']:
@@ -13274,6 +13275,7 @@ class LinkTest(RunnerCase):
                 with self.subTest(row=row):
                     self.assertEqual((row['state'], row['asks_at'], row['starts']),
                                      (link.state, asks_at, 'yes' if link.has_lease else 'no'))
+        self.assertEqual(link.client.url, link.context.variables['TORC_API_URL'], 'jobs that start now ask it')
 
     def test_what_is_no_answer_of_this_server_ends_no_runner_and_what_it_refuses_does(self):
         link = self.begin()
