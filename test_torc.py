@@ -11584,7 +11584,7 @@ class KeeperTest(WorldTest):
         self.job('kill -INT $$; exit 0')
         self.write_run()
         done = subprocess.run(['bash', '-c', 'trap "" INT; exec ./run'], cwd=self.world.directory, env=self.world.environment,
-                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=60)
+                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
         self.assertEqual(1, done.returncode)
 
     KEPT = ('import subprocess, sys; sys.path.insert(0, sys.argv[1]); import torc\n'
