@@ -10,7 +10,8 @@
     python3 test_torc.py faults [PATTERN...] [--seed N]    the tests of faults at length: many kills, a whole night
 
 What needs a Slurm cluster runs on those of `.ci/slurm_testbed.sh start DIRECTORY` that TORC_TEST_SLURM names, and what
-needs hosts that ssh reaches on those of `.ci/ssh_testbed.sh start DIRECTORY` that TORC_TEST_SSH names.
+needs hosts that ssh reaches on those of `.ci/ssh_testbed.sh start DIRECTORY` that TORC_TEST_SSH names. Pages are also looked
+at by axe-core, if TORC_TEST_AXE names its axe.min.js.
 
 The last line is 'N passed, N failed, N skipped'. Standard library only, like torc.py itself. Real processes, real
 SQLite, real sockets on port 0; waits are conditions with a deadline, never sleeps. The rules of workflows are told in
@@ -8250,7 +8251,7 @@ class TokenServerTest(ServedTest):
 
     @slow
     def test_nothing_is_answered_without_it_on_any_route_and_method(self) -> None:
-        paths = [torc.API_PREFIX + re.sub(r'\{\w+\}', '1', route.path) for route in torc.ROUTES] + ['/', '/nowhere', torc.API_PREFIX]
+        paths = [torc.API_PREFIX + re.sub(r'\{\w+\}', '1', route.path) for route in torc.ROUTES] + ['/nowhere', torc.API_PREFIX]
         for path, method in itertools.product(paths, ('GET', 'POST', 'PUT', 'DELETE', 'HEAD', 'OPTIONS', 'PATCH', 'BREW')):
             answer = self.server.ask(http_request(method, path))
             self.assertEqual([401], statuses(answer), (method, path))
@@ -8634,8 +8635,8 @@ class PageServerTest(WorldTest):
         self.assertEqual(404, read(), 'nothing was written')
         self.set_constant('MAX_OUTPUT_PIECE_BYTES', 4)
         self.world.write(path, 'abcdefgh')
-        for query, wanted in (('', (0, 8, b'abcd')), ('?offset=6', (6, 8, b'gh')), ('?offset=99', (8, 8, b'')), ('?offset=-3', (5, 8, b'fgh')),
-                              ('?offset=-99', (0, 8, b'abcd')), ('?stream=stderr', 404), ('?stream=x', 422), ('?run_id=7', 404), ('?attempt_id=1', (0, 8, b'abcd'))):
+        for query, wanted in (('', (0, 8, b'abcd')), ('?begin=6', (6, 8, b'gh')), ('?begin=99', (8, 8, b'')), ('?begin=-3', (5, 8, b'fgh')),
+                              ('?begin=-99', (0, 8, b'abcd')), ('?stream=stderr', 404), ('?stream=x', 422), ('?run_id=7', 404), ('?attempt_id=1', (0, 8, b'abcd'))):
             with self.subTest(query):
                 self.assertEqual(wanted, read(query))
         secret = self.world.write('secret', 'secret')
@@ -15265,7 +15266,7 @@ class LeavingTest(RunnerCase):
         self.client.after, self.progress = lambda number: None, Watcher()
         self.assertEqual((1, '1\n2\n3\n'), (self.run_it().failed, self.world.read('ran')))
         self.assertEqual((3, 1), (self.progress.first['total'], self.progress.first['done']))
-        self.assertEqual({'total': 3, 'done': 3, 'running': 0, 'failed': 1, 'canceled': 1, 'unfinished': 0, 'completed': 1}, self.progress.counts)
+        self.assertEqual({'total': 3, 'done': 3, 'running': 0, 'failed': 1, 'canceled': 1, 'unfinished': 0, 'completed': 1, 'oldest_s': 0.0}, self.progress.counts)
 
     @slow
     def test_what_ended_by_itself_before_the_interruption_has_failed(self):
@@ -21895,6 +21896,9 @@ class OutputTest(FlowTest):
         self.assertEqual(f'the disk of the output directory {small}/out is full', reason)
 
 
+AXE = os.environ.get('TORC_TEST_AXE', '')    # axe.min.js of axe-core, which looks for barriers in pages
+
+
 class Browser:
     """A headless Chromium, driven by its driver over WebDriver (W3C)."""
 
@@ -22033,8 +22037,7 @@ class PageTest(FlowTest):
         self.assertFalse(self.browser.run('return Boolean(window.harm)'))
 
     def test_all_views_in_both_themes_and_three_widths(self) -> None:
-        axe = os.environ.get('TORC_TEST_AXE', '')
-        need('axe', axe, 'axe-core, and its path in TORC_TEST_AXE')
+        need('axe', AXE, 'axe-core, and its path in TORC_TEST_AXE')
         self.begin()
         self.assertNotIn('key', self.browser.run('return location.href'), 'what worked once stays in no history')
         for scheme, width in (('light', 1200), ('dark', 320), ('light', 3840)):
@@ -22046,12 +22049,12 @@ class PageTest(FlowTest):
                     self.assertEqual('', self.browser.run('return document.getElementById("said").textContent'))
                     self.assertLessEqual(self.browser.run('return document.documentElement.scrollWidth'), width)
                     if width != 3840:
-                        self.assertEqual([], self.find_barriers(axe))
+                        self.assertEqual([], self.find_barriers())
         self.assertClean()
 
-    def find_barriers(self, axe: str) -> List[Any]:
+    def find_barriers(self) -> List[Any]:
         """What axe-core finds serious: barriers for those who see or move otherwise."""
-        self.browser.run(read_text(axe) + '; window.axe = axe')
+        self.browser.run(read_text(AXE) + '; window.axe = axe')
         script = ('const done = arguments[0]; axe.run().then(found => done(found.violations.filter(one => ["serious", "critical"].includes(one.impact))'
                   '.map(one => [one.id, one.nodes[0].html.slice(0, 200)])))')
         return self.browser.call('POST', self.browser.session + '/execute/async', {'script': script, 'args': []})
@@ -22827,7 +22830,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34284
+TORC_LINES = 34288
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

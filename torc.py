@@ -10342,12 +10342,12 @@ class JobOutput(Row):
     directory: str
     names: Sequence[str]        # of the file, whatever the stdio mode was
     database: Values            # that the directory must belong to
-    offset: int
+    begin: int                  # of the part that is wanted, in bytes; below 0: from the end
 
 
 def get_job_output(context: Context, job_id: int, run_id: int = 0, attempt_id: int = 0,
-                   stream: str = 'stdout', offset: int = 0) -> JobOutput:
-    """What a job has printed, in its newest attempt unless one is named. An offset below 0 counts from the end.
+                   stream: str = 'stdout', begin: int = 0) -> JobOutput:
+    """What a job has printed, in its newest attempt unless one is named, from a place on; below 0 it counts from the end.
 
     Only what its runner has said to be its output directory is looked into.
     """
@@ -10369,7 +10369,7 @@ def get_job_output(context: Context, job_id: int, run_id: int = 0, attempt_id: i
         raise NotFound('where its runner has put its output is not known: `logs` finds it')
     names = (stdio_names(job['workflow_id'], job_id, run, attempt, mode)[stream == 'stderr']
              for mode in STDIO_MODES)
-    return JobOutput(directory, tuple(dict.fromkeys(filter(None, names))), get_database(context), offset)
+    return JobOutput(directory, tuple(dict.fromkeys(filter(None, names))), get_database(context), begin)
 
 
 class Subscription(Row):
@@ -11823,7 +11823,7 @@ ROUTES = (
     route_to('GET', '/jobs/{job_id}', get_job),
     route_to('GET', '/jobs/{job_id}/explanation', explain_job),
     route_to('GET', '/jobs/{job_id}/output', get_job_output,
-             query='run_id:int attempt_id:int stream:str offset:int'),
+             query='run_id:int attempt_id:int stream:str begin:int'),
     route_to('PUT', '/jobs/{job_id}', update_job, body='?JobModel'),
     route_to('DELETE', '/jobs/{job_id}', delete_job),
     route_to('DELETE', '/jobs', delete_rows, query=OF, resource='job', name='delete_jobs'),
@@ -12785,7 +12785,7 @@ def read_output(wanted: JobOutput) -> Dict[str, Any]:
         try:
             with open(open_without_links(os.path.join(wanted.directory, 'job_stdio', name)), 'rb') as file:
                 size = os.fstat(file.fileno()).st_size
-                offset = min(size, wanted.offset if wanted.offset >= 0 else max(0, size + wanted.offset))
+                offset = min(size, wanted.begin if wanted.begin >= 0 else max(0, size + wanted.begin))
                 file.seek(offset)
                 data = file.read(MAX_OUTPUT_PIECE_BYTES)
         except FileNotFoundError:
@@ -30961,7 +30961,7 @@ class JobLog(Pager):
             self.attempt, self.data, self.next = attempt, b'', -LOG_BYTES
         try:
             while self.next < size:
-                found = self.client.call('get_job_output', job_id=self.job_id, stream=self.stream, offset=self.next)
+                found = self.client.call('get_job_output', job_id=self.job_id, stream=self.stream, begin=self.next)
                 data, begin, size = base64.b64decode(found['data']), found['offset'], found['size']
                 kept = b'' if 0 <= self.next != begin else self.data    # the file is a shorter one now
                 self.data, self.next = (kept + data)[-LOG_BYTES:], begin + len(data)
@@ -33331,6 +33331,10 @@ dialog::backdrop { background: #0008; }
 .s-blocked, .s-uninitialized, .s-disabled { color: var(--faint); }
 .f1 { color: #c0392b; } .f2 { color: #1e8449; } .f3 { color: #9a7d0a; } .f4 { color: #2471a3; }
 .f5 { color: #8e44ad; } .f6 { color: #117a8b; } .f0, .f7 { color: var(--soft); } .bold { font-weight: 700; }
+@media (prefers-color-scheme: dark) {
+  .f1 { color: #ff8a7a; } .f2 { color: #6fdc8c; } .f3 { color: #e5c558; } .f4 { color: #79b8ff; }
+  .f5 { color: #d8a6f0; } .f6 { color: #6fd6e0; }
+}
 .control { color: #d55e00; border: 1px solid; border-radius: 2px; font-size: .8em; }
 svg a { cursor: pointer; } svg a:focus-visible rect { stroke: var(--ink); stroke-width: 3; outline: none; }
 svg .edge { fill: none; stroke: var(--soft); } svg .label { fill: var(--ink); } svg a text { stroke: none; }
@@ -33994,8 +33998,8 @@ async function showJobs(body, workflow, query) {        // only the rows that ar
     }
     above.style.height = `${first * ROW_PX}px`;
     below.style.height = `${(known - last) * ROW_PX}px`;
-    fill(rows, make('tr', {class: 'spacer', 'aria-hidden': true}, above), shown,
-         make('tr', {class: 'spacer', 'aria-hidden': true}, below));
+    fill(rows, make('tr', {class: 'spacer', 'aria-hidden': 'true'}, above), shown,
+         make('tr', {class: 'spacer', 'aria-hidden': 'true'}, below));
   };
   const needed = () => {
     const first = Math.floor(box.scrollTop / ROW_PX / CHUNK);
@@ -34082,11 +34086,11 @@ function jobActions(job) {
 }
 
 function showLog(part, id, stream, mine) {      // the end of a file; more is added at either end
-  const text = make('pre', {class: 'log', tabindex: 0, 'aria-label': `${stream} of the job`});
+  const text = make('pre', {class: 'log', tabindex: 0, role: 'region', 'aria-label': `${stream} of the job`});
   const note = make('p', {class: 'soft'}), place = {first: 0, next: -PIECE, attempt: 0, size: 0};
   let pen = {}, decoder = new TextDecoder();
   const read = async offset => {
-    const {size, offset: at, data} = await get(`/jobs/${id}/output`, {stream, offset});
+    const {size, offset: at, data} = await get(`/jobs/${id}/output`, {stream, begin: offset});
     return {size, at, data: Uint8Array.from(atob(data), mark => mark.charCodeAt(0))};
   };
   const earlier = make('button', {hidden: true, click: async () => {
