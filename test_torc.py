@@ -6419,6 +6419,20 @@ class SyncTest(ScenarioTest):
 
 # ======== 8k. Drawings ========
 
+class JobOutputTest(ServiceTest):
+    """Where what is printed is found. That only this is read, and how: PageServerTest."""
+
+    def test_what_an_allocation_prints_is_where_it_was_submitted_to(self) -> None:
+        number = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
+        record = self.call('create_scheduled_compute_node', {
+            'workflow_id': number, 'scheduler_id': 17, 'scheduler_config_id': 1, 'scheduler_type': 'slurm', 'status': 'active'})['id']
+        self.assertRefused('where its output is is not known', 'get_allocation_output', row_id=record)
+        self.store.run("UPDATE scheduled_compute_node SET submission = '{\"output_dir\": \"/out\"}'")
+        found = self.call('get_allocation_output', row_id=record, stream='stderr', begin=-5)
+        self.assertEqual(('/out', [f'slurm_output_wf{number}_sl17.e'], -5), (found.directory, found.names, found.begin))
+        self.assertRefused('neither stdout nor stderr', 'get_allocation_output', row_id=record, stream='both')
+
+
 class DrawingTest(ServiceTest):
     """The graph and the timeline, as nodes, edges and shapes."""
 
@@ -6807,6 +6821,7 @@ class LiveTest(ServiceTest):
         for noun in ('resource_requirements', 'file', 'user_data', 'failure_handler', 'slurm_scheduler', 'local_scheduler', 'scheduled_compute_node',
                      'compute_node', 'event'):
             add(noun)
+        self.store.run('UPDATE scheduled_compute_node SET submission = ? WHERE id = ?', ('{"output_dir": "x"}', ids['scheduled_compute_node']))
         add('spare_requirements', 'create_resource_requirements', name='spare')
         add('made_file', 'create_file', name='made')
         add('made_data', 'create_user_data', name='made')
@@ -7233,7 +7248,7 @@ ADDED_OPERATIONS = set('''
     explain_job explain_workflow list_workflow_statuses get_database snapshot_database backup_database get_dependency_graph
     explain_waiting diagnose_workflow take_submission get_demand store_allocations recover_jobs classify_jobs reset_jobs
     observe_workflow list_unplanned_jobs replay_completions survey_allocations sync_allocations create_workflow_from_text get_graph
-    get_timeline get_job_output make_page_key'''.split())
+    get_timeline get_job_output get_allocation_output make_page_key'''.split())
 
 
 def plain_type(text: str) -> str:
@@ -18630,6 +18645,10 @@ class SlurmSubmitTest(SubmittedCase):
         nodes = {node['hostname'] for node in self.json('compute-nodes list 1')['items']}
         said = {read_text(path).split()[0] for path in glob.glob(self.world.path('torc_output', 'job_stdio', '*.o'))}
         self.assertEqual((2, nodes), (len(nodes), said))
+        with self.world.connect() as client:
+            found = [client.call('get_allocation_output', row_id=1, stream=stream) for stream in ('stdout', 'stderr')]
+        written = [read_text(path) for path in sorted(glob.glob(self.world.path('torc_output', 'slurm_output_wf1_sl*.[oe]')))]
+        self.assertEqual(written[::-1], [base64.b64decode(part['data']).decode() for part in found])
 
     def test_a_chain_ends_with_its_work_and_the_links_that_are_left_are_canceled(self):
         self.world.write('w.yaml', """
@@ -22830,7 +22849,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34288
+TORC_LINES = 34317
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

@@ -10340,9 +10340,16 @@ def make_page_key(context: Context) -> Values:
 class JobOutput(Row):
     """Where an attempt's stdout or stderr is, and which part of it is wanted."""
     directory: str
-    names: Sequence[str]        # of the file, whatever the stdio mode was
+    names: Sequence[str]        # of the file in there, whatever the stdio mode was
     database: Values            # that the directory must belong to
     begin: int                  # of the part that is wanted, in bytes; below 0: from the end
+
+
+def check_stream(stream: str) -> bool:
+    """Whether it is stderr. BadInput if it is neither that nor stdout."""
+    if stream not in ('stdout', 'stderr'):
+        raise BadInput(f'stream: {printable(stream)!r} is neither stdout nor stderr', field='stream')
+    return stream == 'stderr'
 
 
 def get_job_output(context: Context, job_id: int, run_id: int = 0, attempt_id: int = 0,
@@ -10351,8 +10358,7 @@ def get_job_output(context: Context, job_id: int, run_id: int = 0, attempt_id: i
 
     Only what its runner has said to be its output directory is looked into.
     """
-    if stream not in ('stdout', 'stderr'):
-        raise BadInput(f'stream: {printable(stream)!r} is neither stdout nor stderr', field='stream')
+    is_stderr = check_stream(stream)
     job = get_row(context, 'job', job_id)
     attempts = context.rows(
         'SELECT run_id, attempt_id, compute_node_id FROM result WHERE job_id = ? ORDER BY id', (job_id,))
@@ -10367,9 +10373,21 @@ def get_job_output(context: Context, job_id: int, run_id: int = 0, attempt_id: i
     directory = context.value('SELECT output_dir FROM compute_node WHERE id = ?', (node_id,))
     if not directory:
         raise NotFound('where its runner has put its output is not known: `logs` finds it')
-    names = (stdio_names(job['workflow_id'], job_id, run, attempt, mode)[stream == 'stderr']
-             for mode in STDIO_MODES)
-    return JobOutput(directory, tuple(dict.fromkeys(filter(None, names))), get_database(context), begin)
+    names = (stdio_names(job['workflow_id'], job_id, run, attempt, mode)[is_stderr] for mode in STDIO_MODES)
+    paths = [f'job_stdio/{name}' for name in dict.fromkeys(names) if name]
+    return JobOutput(directory, paths, get_database(context), begin)
+
+
+def get_allocation_output(context: Context, resource: str, row_id: int, stream: str = 'stdout',
+                          begin: int = 0) -> JobOutput:
+    """The same of an allocation: what its batch script and its runner have printed."""
+    record = get_row(context, resource, row_id)
+    settings = context.value(f'SELECT submission FROM {resource} WHERE id = ?', (row_id,))
+    directory = json.loads(settings or '{}').get('output_dir')
+    if not directory or not record['scheduler_id']:
+        raise NotFound('it has not begun, or where its output is is not known')
+    name = f"slurm_output_wf{record['workflow_id']}_sl{record['scheduler_id']}.{'oe'[check_stream(stream)]}"
+    return JobOutput(directory, [name], get_database(context), begin)
 
 
 class Subscription(Row):
@@ -11874,6 +11892,8 @@ ROUTES = (
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
                   'scheduler_id:int scheduler_config_id:int status:str',
                   update={'verb': update_scheduled_compute_node}),
+    route_to('GET', '/scheduled_compute_nodes/{row_id}/output', get_allocation_output,
+             resource='scheduled_compute_node', query='stream:str begin:int'),
     route_to('POST', 'take_submission', take_submission, body='SubmissionRequest'),
     route_to('GET', 'demand', get_demand),
     route_to('POST', 'store_allocations', store_allocations, body='StoreAllocationsRequest'),
@@ -12778,12 +12798,13 @@ def read_output(wanted: JobOutput) -> Dict[str, Any]:
     Nothing is read that is not in an output directory of this very database, nor through a link: who may use
     a workflow says where its output is, and the server may be another user's.
     """
-    if read_output_record(wanted.directory).get('id') != wanted.database['id']:
-        raise NotFound(f'{printable(wanted.directory)} on the host of the server is not where the runners of '
+    directory = os.path.realpath(wanted.directory)
+    if read_output_record(directory).get('id') != wanted.database['id']:
+        raise NotFound(f'{printable(directory)} on the host of the server is not where the runners of '
                        'this database have put their output')
     for name in wanted.names:
         try:
-            with open(open_without_links(os.path.join(wanted.directory, 'job_stdio', name)), 'rb') as file:
+            with open(open_without_links(os.path.join(directory, name)), 'rb') as file:
                 size = os.fstat(file.fileno()).st_size
                 offset = min(size, wanted.begin if wanted.begin >= 0 else max(0, size + wanted.begin))
                 file.seek(offset)
@@ -13885,7 +13906,9 @@ class Connection:
         elif head.path in (PAGE_PATH, LOGIN_PATH):
             status, data, fields = self.answer_browser(body)
         else:
-            status, data = self.find_shown() or self.answer_call(body)
+            is_page = 'torc-session' in head.fields
+            shown = self.torc.shown.find(head, self.identity) if is_page else None
+            status, data = shown or self.answer_call(body)
             if data is None:
                 return      # it was a stream
         self.close_connection = not head.keeps_alive
@@ -13911,11 +13934,6 @@ class Connection:
         if 'torc-session' in head.fields:
             self.torc.shown.keep(head, self.identity, status, data)
         return status, data
-
-    def find_shown(self) -> Optional[Tuple[int, bytes]]:
-        """What another page was answered a moment ago."""
-        is_page = 'torc-session' in self.head.fields
-        return self.torc.shown.find(self.head, self.identity) if is_page else None
 
     def answer_browser(self, body: bytearray) -> Tuple[int, bytes, str]:
         """Status, body and header lines: the page, who a browser is, its login or its logout."""
@@ -30677,8 +30695,7 @@ def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
 # -------- the page --------
 
 def cmd_open(session: Session, args: Arguments) -> Any:
-    """Print the address of the page, with a key; open it where there is a browser. An embedded server stays
-    until Ctrl-C: its page needs it."""
+    """Print the address of the page, with a key, and open it where there is a browser."""
     client = session.client
     session.call('get_version')
     if not client.is_lasting and not session.stdin.isatty():
@@ -34040,7 +34057,7 @@ async function showJob(id) {
   const head = make('div'), attempts = make('div'), logs = {};
   const parts = ['stdout', 'stderr'].map(stream => {
     const part = make('section', {}, make('h2', {}, stream));
-    logs[stream] = showLog(part, id, stream, mine);
+    logs[stream] = showLog(part, `/jobs/${id}/output`, stream, mine);
     return part;
   });
   show(make('h1', {}, link('', 'Workflows'), ' / ', link(`w/${job.workflow_id}`, `workflow ${job.workflow_id}`), ' / ',
@@ -34085,12 +34102,23 @@ function jobActions(job) {
     make('button', {'data-key': 'again', click: again}, 'Run again'));
 }
 
-function showLog(part, id, stream, mine) {      // the end of a file; more is added at either end
-  const text = make('pre', {class: 'log', tabindex: 0, role: 'region', 'aria-label': `${stream} of the job`});
+async function showAllocation(id) {
+  const mine = begin(`Allocation ${id}`, async () => {}), record = await get(`/scheduled_compute_nodes/${id}`);
+  const logs = ['stderr', 'stdout'].map(stream => [make('section', {}, make('h2', {}, stream)), stream]);
+  const follow = logs.map(([part, stream]) => showLog(part, `/scheduled_compute_nodes/${id}/output`, stream, mine));
+  show(make('h1', {}, link(`w/${record.workflow_id}/slurm`, `workflow ${record.workflow_id}`),
+            ` / Slurm job ${record.scheduler_id} (${record.status})`), make('p', {}, record.reason), logs.map(pair => pair[0]));
+  mine.refresh = async () => {
+    for (const log of follow) await log({attempt_id: 1});
+  };
+}
+
+function showLog(part, path, stream, mine) {      // the end of a file; more is added at either end
+  const text = make('pre', {class: 'log', tabindex: 0, role: 'region', 'aria-label': stream});
   const note = make('p', {class: 'soft'}), place = {first: 0, next: -PIECE, attempt: 0, size: 0};
   let pen = {}, decoder = new TextDecoder();
   const read = async offset => {
-    const {size, offset: at, data} = await get(`/jobs/${id}/output`, {stream, begin: offset});
+    const {size, offset: at, data} = await get(path, {stream, begin: offset});
     return {size, at, data: Uint8Array.from(atob(data), mark => mark.charCodeAt(0))};
   };
   const earlier = make('button', {hidden: true, click: async () => {
@@ -34197,7 +34225,7 @@ async function showSlurm(body, workflow) {
     const query = {workflow_id: workflow.id, limit: 200, sort_by: 'id', reverse_sort: true};
     const [records, nodes] = await Promise.all([get('/scheduled_compute_nodes', query), get('/compute_nodes', query)]);
     fill(body, make('h2', {}, 'Allocations'), records.items.length === 0 && make('p', {class: 'soft'}, 'None was submitted.'), table({
-      ID: row => row.id, 'Slurm job': row => row.scheduler_id || '', Status: row => row.status, Reason: row => row.reason || ''
+      ID: row => link(`a/${row.id}`, row.id), 'Slurm job': row => row.scheduler_id || '', Status: row => row.status, Reason: row => row.reason || ''
     }, records.items, 'Allocations'), make('h2', {}, 'Compute nodes'), nodeTable(nodes.items),
       make('p', {class: 'soft'}, 'What Slurm says of them:'),
       commandLine(`${server.program} slurm sacct ${workflow.id}`, `${server.program} slurm parse-logs torc_output -w ${workflow.id}`));
@@ -34224,7 +34252,8 @@ async function showEvents(body, workflow) {
 
 // ---- from the beginning ----
 
-const ROUTES = [[/^$/, showWorkflows], [/^new$/, showNew], [/^w\/(\d+)(?:\/(\w+))?$/, showWorkflow], [/^j\/(\d+)$/, showJob]];
+const ROUTES = [[/^$/, showWorkflows], [/^new$/, showNew], [/^w\/(\d+)(?:\/(\w+))?$/, showWorkflow], [/^j\/(\d+)$/, showJob],
+                [/^a\/(\d+)$/, showAllocation]];
 
 async function route() {
   const [path, query] = location.hash.slice(2).split('?'), words = decodeURIComponent(query || '');
