@@ -17939,6 +17939,7 @@ class RunTest(CommandTest):
             $ run 1 -> 4: user data that no job makes has no value: 2; set it in the file, or with `user-data update ID --data JSON`
             $ user-data update 2 -d 5 -> 0: Updated
             $ run 1 -> 0: 2 completed...warning: jobs have ended, and these user data have no value: made
+            $ workflows reinit 1 -> 0: ...
             """)
 
     def test_runner_options_come_from_the_command_line(self):
