@@ -6646,6 +6646,8 @@ def create_workflow_from_text(context: Context, body: Values, dry_run: bool = Fa
     """
     check_admin(context)
     directory = body.get('directory') or os.getcwd()
+    if not os.path.isabs(directory):
+        raise BadInput(f'directory {shorten(directory)!r} is not absolute: begin it with /', field='directory')
     try:
         plan = read_plan(read_document(body['text'].encode(), body.get('name') or ''), directory)
     except BadInput as error:
@@ -11114,7 +11116,7 @@ def layers_of_jobs(job_ids: Ids, set_numbers: Ids, sets: Sequence[Ids]) -> Dict[
             if not left[number]:
                 layer = 1 + max(layers[member] for member in sets[number])
                 ready += [(waiter, layer) for waiter in waiting[number]]
-    return layers
+    return {**dict.fromkeys(job_ids, 0), **layers}      # files may lead in a circle, until it is initialized
 
 
 class Graph:
@@ -11347,8 +11349,7 @@ def get_timeline(context: Context, workflow_id: int) -> Values:
         ran = [round(count, 3) for count in count_running(mine, begin, span_s)]
         lanes.append({'compute_node_id': node_id, 'hostname': names.get(node_id, 'node'),
                             'attempts': len(mine), 'running': ran})
-        drawn, height = (draw_lane(mine, top, place) if len(attempts) <= MOST_ATTEMPTS else
-                         draw_load(count_running(mine, begin, span_s), top))
+        drawn, height = draw_lane(mine, top, place) if len(attempts) <= MOST_ATTEMPTS else draw_load(ran, top)
         label = shorten_middle(f"{names.get(node_id, 'node')} ({node_id})", 20)
         shapes += [['text', {'class': 'label', 'x': 4, 'y': top + 13}, label], *drawn]
         top += height + 8
@@ -13385,12 +13386,12 @@ class Browsers:
         cookie = next((value for name, _, value in pairs if name == self.cookie), '')
         with self.lock:
             session, until = self.sessions.pop(cookie, (None, 0.0))
-            word = session.word if session is not None else ''
-            is_right = bool(word) and hmac.compare_digest(
-                word.encode(), head.fields.get('torc-session', '').encode())
-            if session is not None and until > time.monotonic():
+            is_there = session is not None and until > time.monotonic()
+            is_right = is_there and hmac.compare_digest(
+                session.word.encode(), head.fields.get('torc-session', '').encode())
+            if is_there:
                 self.sessions[cookie] = session, time.monotonic() + SESSION_LASTS_S if is_right else until
-        if not is_right or cookie not in self.sessions:
+        if not is_right:
             raise Denied(f'not logged in: `{program_name()} open` gives a key', http=401)
         return session
 
@@ -26593,7 +26594,7 @@ def read_status(session: Session, workflow_id: int) -> Dict[str, Any]:
     return status
 
 
-def word_status(session: Session, workflow_id: int) -> Tuple[Dict[str, Any], str, List[str]]:
+def describe_status(session: Session, workflow_id: int) -> Tuple[Dict[str, Any], str, List[str]]:
     """The same, as text, and what is to be warned of."""
     status = read_status(session, workflow_id)
     doubts = [f"no runner with --label {labels} for {counted(count, 'ready job')}"
@@ -26610,14 +26611,14 @@ def cmd_status(session: Session, args: Arguments) -> Any:
     """How far a workflow is; with --watch again and again, until it is complete."""
     workflow_id = choose_workflow(session, args)
     if not args['watch']:
-        status, text, doubts = word_status(session, workflow_id)
+        status, text, doubts = describe_status(session, workflow_id)
         session.report(*(f'warning: {doubt}' for doubt in doubts))
         return Answer(status, text, style_of(session.out, os.environ))
     if session.format == 'json' or not session.out.isatty():
         wait = command_line(session, 'watch', workflow_id)
         raise BadInput(f'--watch redraws a terminal: leave it out, or wait with `{wait}`')
     while True:
-        status, text, doubts = word_status(session, workflow_id)
+        status, text, doubts = describe_status(session, workflow_id)
         session.redraw(text + format_lines(f'warning: {doubt}' for doubt in doubts))
         if status['is_complete']:
             return None
@@ -31011,19 +31012,8 @@ def read_summary(session: Session, workflow: Values, style: Style) -> List[str]:
 
 
 def read_graph(session: Session, workflow: Values, style: Style) -> List[str]:
-    """The kinds of jobs, in layers: how many of which status, and what waits for them."""
-    graph = session.call('get_graph', workflow_id=workflow['id'])
-    waiters = collections.defaultdict(list)     # type: Dict[int, List[str]]
-    for one, other, _ in graph['edges']:
-        waiters[one].append(graph['nodes'][other]['name'])
-    lines, layer = [graph['title']], None
-    for number, node in sorted(enumerate(graph['nodes']), key=lambda pair: pair[1]['layer']):
-        lines += ['', f"Layer {node['layer'] + 1}"] * (node['layer'] != layer)
-        lines.append(f"  {node['name']}: {format_counts(node['counts'])}")
-        arrow = '→' if style.is_unicode else '->'
-        lines += [f'      {arrow} {first_of(waiters[number])}'] * bool(waiters[number])
-        layer = node['layer']
-    return lines
+    """The kinds of jobs, by layers, as `graph` says it."""
+    return format_graph(session.call('get_graph', workflow_id=workflow['id']), style).splitlines()
 
 
 def jobs_done(workflow: Values) -> str:
