@@ -796,12 +796,10 @@ class HarnessTest(unittest.TestCase):
         faulthandler.cancel_dump_traceback_later()      # its thread is not the forked workers', who would wait for it
         for jobs in (1, 2):
             suites = [unittest.TestLoader().loadTestsFromTestCase(case) for case in cases]
-            score, out = Score(len(suites), is_verbose=False), io.StringIO()
+            score, out = Score(is_verbose=False), io.StringIO()
             with contextlib.redirect_stdout(out):
                 run_in_workers(suites, jobs, ['wanted'], score, limit_s=1.0)
             found = {title: texts[0] for title, texts in score.failed.items()}
-            self.assertEqual(['Ends.test_it_dies', 'Hangs.test_it_hangs', 'Stops.test_it_hangs', 'Fails.test_it_fails'],
-                             list(found)[:4])
             self.assertRegex(found.pop('Ends.test_it_dies'), r'^its process ended \(wait status 9\)')
             self.assertRegex(found.pop('Hangs.test_it_hangs'), r'^its process ended \(wait status 256\)')
             self.assertRegex(found.pop('Stops.test_it_hangs'), r'^its process ended \(wait status 9\)')
@@ -812,7 +810,7 @@ class HarnessTest(unittest.TestCase):
             (_, text), = found.items()
             self.assertIn('ValueError: that', text)
             self.assertEqual({'some': {'more'}}, score.groups)
-            self.assertEqual('FFsFFsFFss', out.getvalue())
+            self.assertEqual('FFFFFFssss', ''.join(sorted(out.getvalue())))
             self.assertEqual({'ok': 5, 'skipped': 4, 'FAILED': 6}, score.counts)
 
 
@@ -9389,6 +9387,7 @@ class RoomTest(ServedTest):
 @slow
 class CrowdTest(WorldTest):
     """A server of its own under many clients."""
+    is_measured = True
 
     def setUp(self) -> None:
         super().setUp()
@@ -9430,8 +9429,7 @@ class CrowdTest(WorldTest):
             for poller in pollers:
                 poller.join()
         self.assertEqual((2400, []), (len(waits), [wait for wait in waits if wait == math.inf]))
-        busy = max(1.0, os.getloadavg()[0] / os.cpu_count())      # where others are at work, it takes as much longer
-        self.assertLess(sorted(waits)[len(waits) * 99 // 100], 0.5 * busy)
+        self.assertLess(sorted(waits)[len(waits) * 99 // 100], 0.5)
         self.assertLessEqual(threads, torc.MAX_CONNECTIONS + 3)
         self.assertLess(memory_kb, 60000)
 
@@ -23979,8 +23977,8 @@ class Worker:
             sys.stdout.flush()
             os._exit(code)
 
-    def reports(self) -> Iterator[Tuple[int, List[Any]]]:
-        """What it has reported since the last call: number of the class, words."""
+    def reports(self) -> Iterator[List[Any]]:
+        """What it has reported since the last call, as words."""
         with contextlib.suppress(BlockingIOError):
             for data in iter(lambda: os.read(self.reader, 1 << 16), b''):
                 self.rest, self.heard_at = self.rest + data, time.monotonic()
@@ -23988,7 +23986,7 @@ class Worker:
         for words in map(json.loads, map(bytes.decode, lines)):
             self.number, self.test = {'class': (words[1], ''), 'test': (self.number, words[1]), 'done': (-1, '')}.get(
                 words[0], (self.number, self.test))
-            yield words[1] if words[0] == 'done' else self.number, words
+            yield words
 
     def has_ended(self) -> bool:
         """Whether it is over; kills it first when it has been silent for too long."""
@@ -24012,22 +24010,13 @@ class Score:
     On a terminal a line of progress is rewritten: how many tests of `total` are over, which one ended last.
     """
 
-    def __init__(self, classes: int, is_verbose: bool, total: int = 0) -> None:
+    def __init__(self, is_verbose: bool, total: int = 0) -> None:
         self.total = total if sys.stdout.isatty() and not is_verbose else 0     # 0: without progress
-        self.waiting = [[] for _ in range(classes)]     # type: List[List[List[Any]]]
-        self.shown, self.is_verbose = 0, is_verbose
+        self.is_verbose = is_verbose
         self.counts = collections.Counter()             # type: Dict[str, int]
         self.groups = collections.OrderedDict()         # type: Dict[str, Set[str]]
         self.failed = collections.OrderedDict()         # type: Dict[str, List[str]]
         self.times = []                                 # type: List[Tuple[float, str]]
-
-    def add(self, number: int, words: List[Any]) -> None:
-        """Count a report as soon as the classes above its own are over."""
-        self.waiting[number].append(words)
-        while self.shown < len(self.waiting) and self.waiting[self.shown]:
-            words = self.waiting[self.shown].pop(0)
-            self.shown += words[0] == 'done'
-            self.count(*words)
 
     def count(self, word: str, title: Any, value: Any = None) -> None:
         """Count one report."""
@@ -24059,8 +24048,8 @@ def run_in_workers(suites: Sequence[unittest.TestSuite], jobs: int, required: Se
             select.select([worker.reader for worker in workers], [], [], 0.5)
             for worker in list(workers):
                 has_ended = worker.has_ended()
-                for number, words in worker.reports():
-                    score.add(number, words)
+                for words in worker.reports():
+                    score.count(*words)
                 if not has_ended:
                     continue
                 workers.remove(worker)
@@ -24068,9 +24057,8 @@ def run_in_workers(suites: Sequence[unittest.TestSuite], jobs: int, required: Se
                 if worker.number >= 0:
                     title = worker.test or type(next(iter(suites[worker.number]))).__name__
                     text = f'its process ended (wait status {worker.status}), the rest of the class was not run'
-                    score.add(worker.number, ['failure', title, text])
-                    score.add(worker.number, ['FAILED', title, time.monotonic() - worker.heard_at])
-                    score.add(worker.number, ['done', worker.number])
+                    score.count('failure', title, text)
+                    score.count('FAILED', title, time.monotonic() - worker.heard_at)
                     workers.append(Worker(suites, numbers, required, limit_s))
     finally:    # also after Ctrl-C or SIGTERM
         os.close(numbers)
@@ -24112,8 +24100,10 @@ def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[st
     # the watchdog of faulthandler is a thread, and holds no lock
     warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    begun, score = time.monotonic(), Score(len(suites), is_verbose, sum(suite.countTestCases() for suite in suites))
-    run_in_workers(suites, jobs, required, score, limit_s)
+    begun, score = time.monotonic(), Score(is_verbose, sum(suite.countTestCases() for suite in suites))
+    for is_measured in (False, True):       # how long something takes is looked at when no other test is at work
+        chosen = [suite for suite in suites if any(hasattr(test, 'is_measured') for test in suite) == is_measured]
+        run_in_workers(chosen, 1 if is_measured else jobs, required, score, limit_s)
     passed, skipped = score.counts['ok'], score.counts['skipped']
     print()
     for title, texts in score.failed.items():
