@@ -242,11 +242,9 @@ class RowType(type):
 
 
 class Row(tuple, metaclass=RowType):
-    """Base of named tuples with the syntax of typing.NamedTuple.
-
-    That makes each class when it is defined, which took a third of the time of loading this module (Python
-    3.6); here collections.namedtuple makes a class when its first row is made.
-    """
+    """Base of named tuples with the syntax of typing.NamedTuple. That makes each class when it is defined,
+    which took a third of the time of loading this module (Python 3.6); here collections.namedtuple makes a
+    class when its first row is made."""
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
         base = collections.namedtuple(cls.__name__, cls._fields)
@@ -590,9 +588,7 @@ LOCAL_FILESYSTEMS = frozenset('ext2 ext3 ext4 xfs btrfs zfs f2fs overlay tmpfs r
 
 def parse_memory(text: str, default_unit: str = '') -> int:
     """'512m', '8GB', '1.5 GiB' -> bytes, 1024-based. A bare number is in the default unit, else in bytes.
-
-    Slurm's default unit is 'm', and its 0 means all of a node.
-    """
+    Slurm's default unit is 'm', and its 0 means all of a node."""
     match = MEMORY_TEXT.match(text)
     number, unit = match.groups() if match else ('', '?')
     size = MEMORY_UNITS.get(unit.lower() or default_unit)
@@ -653,11 +649,9 @@ def doubt_memory(text: str) -> str:
 
 
 def parse_duration(text: str, unit_s: int = 0) -> float:
-    """A time as people write it ('90s', '1h30m', '1.5 hours', '1:00:00', '1-12:00:00', 'PT30M') -> seconds.
-
-    A bare number counts units of `unit_s`. Without it that is refused, as it has several meanings, and so is
-    what may be hours and minutes or minutes and seconds.
-    """
+    """A time as people write it ('90s', '1h30m', '1.5 hours', '1:00:00', '1-12:00:00', 'PT30M') -> seconds. A
+    bare number counts units of `unit_s`. Without it that is refused, as it has several meanings, and so is
+    what may be hours and minutes or minutes and seconds."""
     word = text.strip().upper()
     torc = TORC_DURATION.match(word)
     span, clock = (not torc and form.match(word) for form in (SPAN_TEXT, WALLTIME_TEXT))
@@ -844,10 +838,8 @@ PINNED_PROGRAM = Expression(r'(?:.*/)?torc-[0-9a-f]{12}/bin/torc\Z')
 
 
 def program_name() -> str:
-    """Name of this program in hints to the user: `torc` if it was started by that name, else torc.py.
-
-    The copy that the scripts of allocations call is none that users have under its name.
-    """
+    """Name of this program in hints to the user: `torc` if it was started by that name, else torc.py. The
+    copy that the scripts of allocations call is none that users have under its name."""
     is_installed = os.path.basename(sys.argv[0]) == 'torc' and not PINNED_PROGRAM.match(sys.argv[0])
     return 'torc' if is_installed else 'torc.py'
 
@@ -867,10 +859,7 @@ def first_of(words: Sequence[Any], most: int = 10) -> str:
 def find_cycles(nodes: Iterable[Any], waits_for: Callable[[Any], Iterable[Any]],
                 most: int = 1) -> List[List[Any]]:
     """Up to `most` cycles of a graph: each as its nodes, the first waiting for the second. Of entangled ones,
-    one.
-
-    Depth first, and without recursion: a chain may be as long as a workflow has jobs.
-    """
+    one. Depth first, and without recursion: a chain may be as long as a workflow has jobs."""
     cycles, done, reported = [], set(), set()
     for start in nodes:
         trail, ahead = ([], []) if start in done else ([start], [iter(waits_for(start))])
@@ -989,11 +978,9 @@ def refuse_special_file(path: str) -> None:
 
 
 def write_atomically(path: str, data: bytes, mode: Optional[int] = 0o600, is_new: bool = False) -> None:
-    """Put a file in place as a whole: readers see the old content or the new, never a part.
-
-    With `is_new` FileExistsError if there is one: exactly one of several callers succeeds, over NFS too.
-    Without `mode` the umask decides who may read it.
-    """
+    """Put a file in place as a whole: readers see the old content or the new, never a part. With `is_new`
+    FileExistsError if there is one: exactly one of several callers succeeds, over NFS too. Without `mode` the
+    umask decides who may read it."""
     if not is_new:
         refuse_special_file(path)
     temporary = os.path.join(os.path.dirname(path), f'.{os.path.basename(path)}.{secrets.token_hex(4)}')
@@ -1107,22 +1094,11 @@ def is_disk_full(path: str) -> bool:
 
 
 def uptime_s() -> float:
-    """A clock that goes on while the machine is suspended (Linux: CLOCK_BOOTTIME, named since Python 3.7)."""
+    """A clock that nobody can set, and that goes on during suspensions (CLOCK_BOOTTIME, named since 3.7)."""
     try:
         return time.clock_gettime(7)
     except (AttributeError, OSError):
         return time.monotonic()
-
-
-class Clocks(Row):
-    """One moment by two clocks, in seconds."""
-    running: float      # since boot, suspensions included; nobody can set it
-    wall: float         # since the epoch
-
-
-def read_clocks() -> Clocks:
-    """Now."""
-    return Clocks(uptime_s(), time.time())
 
 
 def read_proc_text(path: str) -> bytes:
@@ -1171,21 +1147,16 @@ def read_stat_fields(root: str, pid: int) -> List[bytes]:
 
 
 def read_proc_stat(pid: int) -> List[bytes]:
-    """The same; [] for a zombie, too, which cannot be signalled to any effect.
-
-    A process of which only the first thread has ended (pthread_exit(3) in main) shows the same state, and
-    lives: it has other threads.
-    """
+    """The same; [] for a zombie, too, which cannot be signalled to any effect. A process of which only the
+    first thread has ended (pthread_exit(3) in main) shows the same state, and lives: it has other threads."""
     fields = read_stat_fields('/proc', pid)
     is_over = not fields or fields[0] == b'X' or fields[0] == b'Z' and int(fields[17]) < 2
     return [] if is_over else fields
 
 
 def read_process_start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks since boot, or 0 if there is no such process.
-
-    Together with the boot id and the pid it names a process for good: pids are used again.
-    """
+    """Start time of a process in clock ticks since boot, or 0 if there is no such process. Together with the
+    boot id and the pid it names a process for good: pids are used again."""
     fields = read_proc_stat(pid)
     return int(fields[19]) if fields else 0
 
@@ -1266,31 +1237,21 @@ class Float(float):
     raw = ''
 
 
-def check_length(text: str) -> None:
-    """Refuse a number that would take long to read."""
+def parse_number(kind: type, text: str, *base: int) -> Any:
+    """An Int or Float with its source text; a plain number where that is what repr() says."""
     if len(text) > MAX_NUMBER_CHARACTERS:
         raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant '
                          'as text')
-
-
-def parse_whole(text: str, base: int = 10) -> int:
-    """A whole number; base 0: that of its prefix, such as 0x."""
-    check_length(text)
-    value = int(text, base)
-    return value if str(value) == text else keep_source(Int(value), text)
-
-
-def parse_fraction(text: str) -> float:
-    """A decimal number with a fraction or an exponent."""
-    check_length(text)
-    value = float(text)
-    return value if repr(value) == text else keep_source(Float(value), text)
-
-
-def keep_source(number: Any, text: str) -> Any:
-    """Note the source text of an Int or Float."""
+    value = kind.__base__(text, *base)
+    if repr(value) == text:
+        return value
+    number = kind(value)
     number.raw = text
     return number
+
+
+parse_whole = functools.partial(parse_number, Int)      # base 0: that of its prefix, such as 0x
+parse_fraction = functools.partial(parse_number, Float)
 
 
 # -------- positions and errors --------
@@ -1314,11 +1275,15 @@ def problem_at(text: str, offset: int, message: str) -> BadInput:
     return problem_error(Problem(f'{message}\n{show_line(text, offset)}', line, column))
 
 
-def normal_text(text: str) -> str:
-    """Text without byte-order mark, with \\n for every line end."""
+def normal_text(text: str, forbidden: Optional[Expression] = None) -> str:
+    """Text without byte-order mark, with \\n for every line end, and without forbidden characters."""
     if text[:1] == '\ufeff':
         text = text[1:]
-    return text.replace('\r\n', '\n').replace('\r', '\n') if '\r' in text else text
+    text = text.replace('\r\n', '\n').replace('\r', '\n') if '\r' in text else text
+    found = forbidden and forbidden.search(text)
+    if found:
+        raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
+    return text
 
 
 # Level by level and not by recursion, which would end at the depth that it is to find.
@@ -1764,11 +1729,9 @@ class YamlReader(YamlText):
     # -------- any value --------
 
     def read_value(self, at: int, parent: int, compact: int = -1, after_key: bool = False) -> Any:
-        """The value after an indicator that ends at `at`.
-
-        compact: offset of the line's start where a collection may begin on this line ('- - x', '- a: b'),
-        else -1. after_key: a sequence may stand at the parent's own column.
-        """
+        """The value after an indicator that ends at `at`. compact: offset of the line's start where a
+        collection may begin on this line ('- - x', '- a: b'), else -1. after_key: a sequence may stand at the
+        parent's own column."""
         text = self.text
         first = BLANKS.match(text, at).end()
         character = text[first]
@@ -1913,10 +1876,7 @@ class YamlReader(YamlText):
 
 def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     """The value of a YAML text with one document, the text as read, and the positions."""
-    text = normal_text(text)
-    found = YAML_FORBIDDEN.search(text)
-    if found:
-        raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
+    text = normal_text(text, YAML_FORBIDDEN)
     text += '' if text.endswith('\n') else '\n'
     opening = YAML_START.match(text)
     start = opening.end() if opening else 0
@@ -2360,14 +2320,6 @@ class KdlReader(TextReader):
         node.props.append(KdlNode(token.value, [given.value], [], None, token.at, [token.at]))
 
 
-def read_kdl_nodes(text: str) -> List[KdlNode]:
-    """The nodes of a KDL text with plain line ends."""
-    found = KDL_FORBIDDEN.search(text)
-    if found:
-        raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
-    return KdlReader(text).read_nodes(0, 'last')
-
-
 # ======== 5. Spec: what a workflow file may say ========
 #
 # Owns FIELDS and TYPES, and the shape of a plan, to which the sections 5a to 5d lead:
@@ -2791,11 +2743,6 @@ def read_only(is_right: Callable[[str], Any], wanted: str,
     return read
 
 
-def is_signal(text: str) -> bool:
-    """Whether a text is the name of a signal, with or without SIG."""
-    return text in signal.Signals.__members__ or f'SIG{text}' in signal.Signals.__members__
-
-
 def parse_regex(text: str) -> Any:
     """Regular expression -> pattern. ValueError with the position of what is wrong."""
     if '[[:' in text:
@@ -2855,8 +2802,9 @@ TYPES = {
     'minutes':        Type('minutes, or a duration', read_span('minutes', 60, 0)),
     'walltime':       Type('Slurm time, or a duration', read_normalized(normalize_walltime)),
     'slurm_memory':   Type('Slurm memory', read_normalized(normalize_slurm_memory)),
-    'signal':         Type('signal',
-                           read_only(is_signal, 'the name of a signal, such as SIGTERM or SIGUSR1')),
+    'signal':         Type('signal', read_only(
+        lambda text: {text, f'SIG{text}'}.intersection(signal.Signals.__members__),
+        'the name of a signal, such as SIGTERM or SIGUSR1')),
     'srun_signal':    Type('signal', read_only(lambda text: STEP_SIGNAL.match(text),
                                                'a signal such as TERM@120')),
     'mpi':            Type('kind of MPI', read_only(lambda text: MPI_KIND.match(text),
@@ -3126,9 +3074,9 @@ class KdlSpec(TextReader):
 
 def load_kdl(text: str) -> Tuple[Any, str, Positions]:
     """The value of a workflow in KDL, in the shape that it has in YAML."""
-    text = normal_text(text)
-    spec = KdlSpec(text)
-    workflow = spec.read_block('workflow', KdlNode('workflow', [], [], read_kdl_nodes(text), 0, []))
+    text = normal_text(text, KDL_FORBIDDEN)
+    spec, nodes = KdlSpec(text), KdlReader(text).read_nodes(0, 'last')
+    workflow = spec.read_block('workflow', KdlNode('workflow', [], [], nodes, 0, []))
     if 'jobs' not in workflow:      # in KDL an empty list has no form of its own
         spec.add(workflow, 'jobs', spec.container([], 0), 0)
     return workflow, text, spec.positions
@@ -3201,10 +3149,8 @@ NUMBER_FORMAT = Expression(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,
 
 
 def format_value(value: Any, spec: str = '') -> str:
-    """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats.
-
-    The format q quotes it for the shell.
-    """
+    """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats. The
+    format q quotes it for the shell."""
     if value is MISSING:
         raise ValueError('has no value')
     if spec == 'q':
@@ -3756,8 +3702,10 @@ def find_instances(block: Block, workflow: Block) -> Instances:
             raise ValueError('use_parameters_file needs parameters_file in the workflow')
         if block.get('parameter_mode') == 'zip':
             raise ValueError('a table cannot be combined with parameter_mode zip: add a column to it')
-        table = find_table(block.context, path)
-        return cross(table, find_combinations(block, workflow), block.context.max_instances)
+        tables = block.context.tables       # each is read once
+        if path not in tables:
+            tables[path] = read_table(path, block.context.directory)
+        return cross(tables[path], find_combinations(block, workflow), block.context.max_instances)
     except ValueError as error:
         block.error(str(error), sources[0])
         block.context.is_partial = True
@@ -3766,22 +3714,12 @@ def find_instances(block: Block, workflow: Block) -> Instances:
 
 def cross(table: Instances, others: Instances, limit: int) -> Instances:
     """Each row of a table with each combination of other parameters."""
-    if others is NO_PARAMETERS:
-        return table
     twice = [name for name in others.names if name in table.names]
     if twice:
         raise ValueError(f"parameter '{shorten(twice[0])}' is a column of the table, too: rename one")
     check_instances(len(table.rows) * len(others.rows), limit)
     rows = [row + values for row in table.rows for values in others.rows]
     return Instances((*table.names, *others.names), rows, len(others.rows))
-
-
-def find_table(context: SpecContext, path: str) -> Instances:
-    """A table, read once."""
-    if path not in context.tables:
-        context.tables[path] = read_table(path, context.directory)
-    check_instances(len(context.tables[path].rows), context.max_instances)
-    return context.tables[path]
 
 
 def find_combinations(block: Block, workflow: Block) -> Instances:
@@ -3931,23 +3869,19 @@ class Planner:
         return None
 
     def find_matches(self, expansion: Expansion, noun: str, template: str, key: str) -> Tuple[int, ...]:
-        """Indexes of the names that a regular expression of the current instance is found in."""
+        """Indexes of the names that a regular expression is found in; each is searched once."""
+        pattern = expansion.text(template, key, is_regex=True)
         try:
-            return self.match(noun, expansion.text(template, key, is_regex=True))
+            if (noun, pattern) not in self.matches:
+                search, index = parse_regex(pattern).search, self.names[noun]
+                found = [index[name] for name in self.likely(noun, pattern) if search(name)]
+                self.matches[noun, pattern] = tuple(sorted(found))
+            if not self.matches[noun, pattern] and not self.context.is_partial:
+                raise ValueError(f"'{shorten(pattern)}' did not match any {noun} name")
         except ValueError as error:
             if expansion.is_new(key, template):
                 expansion.block.error(f'{key}: {error}', key)
-            return ()
-
-    def match(self, noun: str, pattern: str) -> Tuple[int, ...]:
-        """Indexes of the names in which a regular expression is found. Each is searched once."""
-        if (noun, pattern) not in self.matches:
-            search, index = parse_regex(pattern).search, self.names[noun]
-            found = [index[name] for name in self.likely(noun, pattern) if search(name)]
-            self.matches[noun, pattern] = tuple(sorted(found))
-        if not self.matches[noun, pattern] and not self.context.is_partial:
-            raise ValueError(f"'{shorten(pattern)}' did not match any {noun} name")
-        return self.matches[noun, pattern]
+        return self.matches.get((noun, pattern), ())
 
     def likely(self, noun: str, pattern: str) -> Iterable[str]:
         """Names that a regex may match, by its literal beginning: many regexes over many names stay cheap."""
@@ -4292,25 +4226,18 @@ def plan_action(planner: Planner, action: Block) -> Dict[str, Any]:
     for name in ACTION_NEEDS.get(kind, ()):
         if not action.raw.get(name):
             action.error(f'{kind} needs {name}', 'action_type')
-    is_commands = kind == 'run_commands'
-    config = {'commands': list(action.get('commands', ()))} if is_commands else \
-        plan_allocation(planner, expansion)
+    config = {'commands': list(action.get('commands', ()))}     # type: Dict[str, Any]
+    if kind == 'schedule_nodes':
+        config = {name: action.value(name) for name in ALLOCATION_FIELDS if action.value(name) is not None}
+        config['scheduler'] = planner.named(expansion, 'slurm_scheduler', 'scheduler') \
+            if action.get('scheduler_type') == 'slurm' else None
     return {'trigger_type': trigger, 'action_type': kind, 'action_config': config,
             'job_indexes': sorted(indexes) if trigger in JOB_TRIGGERS else None,
             'persistent': action.value('persistent')}
 
 
 ACTION_NEEDS = {'run_commands': ('commands',), 'schedule_nodes': ('scheduler', 'scheduler_type')}
-
-
-def plan_allocation(planner: Planner, expansion: Expansion) -> Dict[str, Any]:
-    """Settings of a schedule_nodes action."""
-    action, scheduler = expansion.block, None
-    if action.get('scheduler_type') == 'slurm' and 'scheduler' in action:
-        scheduler = planner.find(expansion, 'slurm_scheduler', action['scheduler'], 'scheduler')
-    fields = ('scheduler_type', 'num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs')
-    values = {name: action.value(name) for name in fields if action.value(name) is not None}
-    return {'scheduler': scheduler, **values}
+ALLOCATION_FIELDS = ('scheduler_type', 'num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs')
 
 
 def complete(block: Block) -> Dict[str, Any]:
@@ -4383,10 +4310,9 @@ def find_times(planner: Planner) -> None:
     for index in {file for job in planner.jobs for file in job.input_files}:
         record = planner.files[index]
         if 'st_mtime' not in record:
-            try:
+            # It is not there yet, or (ValueError) no file can have this path.
+            with contextlib.suppress(OSError, ValueError):
                 record['st_mtime'] = os.stat(record['path']).st_mtime
-            except (OSError, ValueError):
-                pass    # it is not there yet, or (ValueError) no file can have this path
 
 
 def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
@@ -4512,10 +4438,8 @@ class PlannedAllocation(Row):
 def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
                    allocations: Sequence[PlannedAllocation]) -> Dict[str, Any]:
     """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
-
     Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is
-    ready.
-    """
+    ready."""
     shared = {}     # a frozenset that many jobs share is hashed once
     for index, members in enumerate(prerequisites):
         shared.setdefault(frozenset(members), []).append(index)
@@ -4553,9 +4477,7 @@ def planned_prerequisites(body: Dict[str, Any]) -> Tuple[List[int], List[List[in
 
 def order_groups(groups: List[Tuple[List[int], List[int]]]) -> List[Tuple[List[int], List[int]]]:
     """Groups (prerequisites, jobs that wait for just these) in the order of becoming ready, breadth first.
-
-    Those that never become ready are left out.
-    """
+    Those that never become ready are left out."""
     missing = [len(members) for members, _ in groups]
     waiting = {}    # job -> numbers of the groups that wait for it
     for number, (members, _) in enumerate(groups):
@@ -4663,13 +4585,6 @@ def format_parameter_help() -> str:
     return text.replace('{limit}', f'{MAX_INSTANCES:,}')
 
 
-def format_default(field: Field) -> str:
-    """A field's default for people: 'required', '', or the value as in a spec."""
-    if field.default in (None, REQUIRED):
-        return '' if field.default is None else 'required'
-    return field.default if isinstance(field.default, str) else json.dumps(field.default)
-
-
 PLAIN_KINDS = ('text', 'name', 'path', 'list', 'mapping', 'any value')     # as a field's help says anyway
 
 
@@ -4682,7 +4597,8 @@ def format_field_help() -> str:
         for field in FIELDS_OF[where].values():
             marks = ('*' if field.default is REQUIRED else ' ') + (' {}' if field.is_template else '   ')
             kind = TYPES[field.type].words
-            default = format_default(field) if field.default is not REQUIRED else ''
+            default = '' if field.default in (None, REQUIRED) else \
+                field.default if isinstance(field.default, str) else json.dumps(field.default)
             noted = '; '.join(filter(None, ('' if '|' in kind or kind in PLAIN_KINDS else kind, default)))
             if len(field.name) > 30:
                 lines.append(f'  {field.name}')
@@ -5343,10 +5259,8 @@ class Statements:
         return list(range(first, first + len(rows)))
 
     def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Cells], more: str = '') -> None:
-        """Add many rows of already encoded cells, with as few statements as parameters allow.
-
-        `more`: end of the statements, such as ON CONFLICT.
-        """
+        """Add many rows of already encoded cells, with as few statements as parameters allow. `more`: end of
+        the statements, such as ON CONFLICT."""
         # A statement a row takes twice as long; so does each None, which Python asks for an adapter, beside
         # NULL in the text of the statement.
         waiting, size = iter(rows), MAX_PARAMETERS // len(names)
@@ -5379,9 +5293,7 @@ class Store(Statements):
 
     def __init__(self, path: str, now: Callable[[], float] = time.time, has_locks: bool = True) -> None:
         """Open or create the database file. BadInput if it is something else, Conflict if it is in use.
-
-        Without `has_locks`, of its file system, the caller keeps other processes away.
-        """
+        Without `has_locks`, of its file system, the caller keeps other processes away."""
         self.path = path
         self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
         self.copies = None                  # type: Any  # the CopyWriter of a database that is served
@@ -6102,9 +6014,7 @@ def is_system_admin(context: Context, user: str) -> bool:
 
 def speaks_for(context: Context, user: str) -> bool:
     """Whether the caller may act in a user's name: their own; any for administrators or without names.
-
-    Unauthenticated callers may use any name that no user has: Torc's clients send that of their account.
-    """
+    Unauthenticated callers may use any name that no user has: Torc's clients send that of their account."""
     users = context.service.users
     if context.is_restricted and context.caller == ANONYMOUS:
         return users is None or user not in users.hashes
@@ -6208,10 +6118,8 @@ def implied_prerequisites(context: Context, workflow_id: int) -> Dict[int, Set[i
 
 
 def get_dependency_graph(context: Context, workflow_id: int) -> Values:
-    """What each job of a workflow waits for, by its request or through files and user data.
-
-    A set that several jobs wait for is given once: spelled out, 1,000 jobs before 1,000 have 10^6 edges.
-    """
+    """What each job of a workflow waits for, by its request or through files and user data. A set that
+    several jobs wait for is given once: spelled out, 1,000 jobs before 1,000 have 10^6 edges."""
     rows = context.rows('SELECT id, name, explicit_set_id FROM job WHERE workflow_id = ? ORDER BY id',
                         (workflow_id,))
     members = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
@@ -6290,10 +6198,8 @@ def recount_sets(context: Context, workflow_id: int) -> None:
 
 
 def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]], is_awaited: bool = True) -> None:
-    """Release or cancel what waits for jobs that have just ended so, to the end of the cascade.
-
-    Without `is_awaited` it is known that nothing waits.
-    """
+    """Release or cancel what waits for jobs that have just ended so, to the end of the cascade. Without
+    `is_awaited` it is known that nothing waits."""
     while ended:        # a chain of 100,000 jobs is as deep: no recursion
         bad_by_set = collections.Counter()  # type: Dict[int, int]
         all_by_set = collections.Counter()  # type: Dict[int, int]
@@ -6337,10 +6243,8 @@ IS_GATED = f"trigger_type IN {JOB_TRIGGERS}"      # a tuple of texts is written 
 
 
 def has_work(context: Context, action: Values) -> bool:
-    """Whether a job is left that allocations of an action could run.
-
-    Of on_jobs_ready that is one that it names, or one that is bound to its scheduler.
-    """
+    """Whether a job is left that allocations of an action could run. Of on_jobs_ready that is one that it
+    names, or one that is bound to its scheduler."""
     if action['trigger_type'] != 'on_jobs_ready':
         return has_jobs(context, action['workflow_id'], NOT_DONE)
     return context.one(
@@ -6411,10 +6315,8 @@ def get_pending_actions(context: Context, workflow_id: int, trigger_type: Sequen
 
 def due_condition(context: Context, workflow_id: int, triggers: Sequence[str],
                   more: str = '') -> Tuple[str, Cells]:
-    """WHERE clause and its parameters for the actions that are due.
-
-    None is before the first initialize, none of jobs in a canceled workflow, where all jobs are over.
-    """
+    """WHERE clause and its parameters for the actions that are due. None is before the first initialize, none
+    of jobs in a canceled workflow, where all jobs are over."""
     state = workflow_state(context, workflow_id)
     late = set(JOB_TRIGGERS if state.is_canceled else ())
     if not is_complete(context, workflow_id):
@@ -6521,10 +6423,8 @@ def take_action(context: Context, action_id: int, node_id: Optional[int]) -> boo
 
 def take_due_actions(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str],
                      submits: bool) -> List[Values]:
-    """The due actions of these triggers, taken for a node: commands, and if it `submits` allocations.
-
-    An action whose allocations Slurm has refused is left to people.
-    """
+    """The due actions of these triggers, taken for a node: commands, and if it `submits` allocations. An
+    action whose allocations Slurm has refused is left to people."""
     if not triggers or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1',
                                        (workflow_id,)):
         return []       # most workflows have none: a runner asks in every turn
@@ -6642,8 +6542,7 @@ def create_workflow_from_spec(context: Context, body: Values) -> Values:
 
 def create_workflow_from_text(context: Context, body: Values, dry_run: bool = False) -> Values:
     """Make a workflow from the text of a file, as `create` does, or say what it would make. Relative paths
-    start in `directory`. For administrators: a file may name others, which are read as this server's user.
-    """
+    start in `directory`. For administrators: a file may name others, which are read as this server's user."""
     check_admin(context)
     directory = body.get('directory') or os.getcwd()
     if not os.path.isabs(directory):
@@ -6661,10 +6560,8 @@ def create_workflow_from_text(context: Context, body: Values, dry_run: bool = Fa
 
 @contextlib.contextmanager
 def explaining_plan() -> Iterator[None]:
-    """While the block stores a plan: BadInput for what cannot be stored.
-
-    A plan that our own Spec made never gets here; in one that another program made an index may lead nowhere.
-    """
+    """While the block stores a plan: BadInput for what cannot be stored. A plan that our own Spec made never
+    gets here; in one that another program made an index may lead nowhere."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError, sqlite3.IntegrityError) as error:
@@ -6697,11 +6594,9 @@ SPEC_SETTINGS = (       # fields of the workflow itself
 
 
 class PlanMerge:
-    """A plan on its way into the rows of a workflow that is new, or has rows from an earlier plan.
-
-    Rows are matched by name. What the workflow file declared before and has no longer is removed. What was
-    made through the API stays, unless the plan has its name: from then on it is the file's.
-    """
+    """A plan on its way into the rows of a workflow that is new, or has rows from an earlier plan. Rows are
+    matched by name. What the workflow file declared before and has no longer is removed. What was made
+    through the API stays, unless the plan has its name: from then on it is the file's."""
 
     def __init__(self, context: Context, workflow_id: int, body: Values) -> None:
         self.context = context
@@ -7440,10 +7335,8 @@ def format_counts(counts: Dict[str, int]) -> str:
 
 
 def note_if_complete(context: Context, workflow_id: int) -> None:
-    """If a workflow is complete, that is an event, once for the same results, and its run has ended.
-
-    A cancellation is an event of its own.
-    """
+    """If a workflow is complete, that is an event, once for the same results, and its run has ended. A
+    cancellation is an event of its own."""
     if not is_complete(context, workflow_id):
         return
     state = workflow_state(context, workflow_id)
@@ -7472,10 +7365,8 @@ def refuse_archived(state: WorkflowState) -> None:
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
                     clear_ephemeral_user_data: bool = True, keeps_undecided: bool = False) -> Values:
-    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them.
-
-    With `keeps_undecided` pending_failed ones stay so.
-    """
+    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them. With
+    `keeps_undecided` pending_failed ones stay so."""
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not only_uninitialized:
@@ -7620,9 +7511,7 @@ def reset_job_status(context: Context, workflow_id: int, failed_only: bool = Fal
 
 def reset_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
     """Uninitialize chosen jobs and all that depends on them; with `reinit` they become ready, in a new run.
-
-    They are chosen by id, status or return code. `force` is for jobs that a runner has.
-    """
+    They are chosen by id, status or return code. `force` is for jobs that a runner has."""
     refuse_archived(workflow_state(context, workflow_id))
     chosen = set(body.get('job_ids') or ())
     check_owned(context, 'job', workflow_id, chosen)
@@ -7680,10 +7569,8 @@ def times_by_id(files: Dict[str, Optional[float]]) -> FileTimes:
 
 
 def check_changes(context: Context, workflow_id: int, body: Values) -> Values:
-    """Reset the finished jobs whose inputs have changed since they ran, or whose outputs are gone.
-
-    `files`: the present file times (null: missing). With dry_run nothing changes.
-    """
+    """Reset the finished jobs whose inputs have changed since they ran, or whose outputs are gone. `files`:
+    the present file times (null: missing). With dry_run nothing changes."""
     times = times_by_id(body.get('files') or {})
     check_owned(context, 'file', workflow_id, times)
     reasons, before = find_outdated(context, workflow_id, times), job_statuses(context, workflow_id)
@@ -7914,9 +7801,8 @@ def claim_turn(kind: Kind, scheduler_id: Optional[int]) -> int:
 
 
 def kinds_by_turn(context: Context, workflow_id: int, want: Values) -> List[List[Kind]]:
-    """Job classes with ready jobs that a node may take with its labels and the time that it has, in the
-    order in which it takes them; those that are alike to it together.
-    """
+    """Job classes with ready jobs that a node may take with its labels and the time that it has, in the order
+    in which it takes them; those that are alike to it together."""
     check_labels(want.get('labels'))
     mine, labels = want.get('scheduler_config_id'), set(want.get('labels') or ())
     limit_s, by_queue = parse_time_limit(want), want['strategy'] == 'queue'
@@ -8419,9 +8305,7 @@ def already_complete(job: JobState, attempt_id: int, ends: Sequence[Tuple[int, i
 def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report: Values,
                   ends: Sequence[Tuple[int, int]]) -> JobState:
     """The job, in the hands of who reports an attempt of it as running or ended, whose known ends are `ends`.
-
-    Refused if the attempt is over, or another node at work holds it.
-    """
+    Refused if the attempt is over, or another node at work holds it."""
     attempt_id, node_id = report['attempt_id'], report.get('compute_node_id')
     # The result of its last attempt gives way, if it was assumed, and the next one has not begun.
     is_next = job.status in (READY, BLOCKED) and attempt_id == job.attempt_id - 1
@@ -8464,11 +8348,9 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
 
 
 def wait_again(context: Context, job_id: int, is_canceled: bool) -> None:
-    """A job has not ended after all: those canceled for nothing else wait for it again, and so on.
-
-    So do ready ones, which run whatever becomes of their prerequisites, but after these. In a canceled
-    workflow nothing waits again.
-    """
+    """A job has not ended after all: those canceled for nothing else wait for it again, and so on. So do
+    ready ones, which run whatever becomes of their prerequisites, but after these. In a canceled workflow
+    nothing waits again."""
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     back = [job_id]
     while back:
@@ -8492,11 +8374,9 @@ def jobs_of(context: Context, node_id: int, status: int) -> List[int]:
 
 def assume_ends(context: Context, state: WorkflowState, job_ids: Ids, reason: str,
                 is_interrupted: bool = False) -> None:
-    """These jobs have lost their runner: how they ended is not known, and they count as failed.
-
-    If they were only interrupted they are ready again, and spend no retry. What was only claimed may have
-    been started, and the report been lost: what runs from now on is another attempt in any case.
-    """
+    """These jobs have lost their runner: how they ended is not known, and they count as failed. If they were
+    only interrupted they are ready again, and spend no retry. What was only claimed may have been started,
+    and the report been lost: what runs from now on is another attempt in any case."""
     ends = []
     for job_id, start_time in rows_by_ids(context, 'SELECT id, start_time FROM job WHERE id IN', job_ids):
         spent_s = context.now() - parse_time(start_time) if start_time else 0.0
@@ -8615,8 +8495,7 @@ def cancellation_reason(context: Context, job: JobState) -> str:
 
 def explain_workflow(context: Context, workflow_id: int) -> Values:
     """Why jobs failed, those with the same reason together and the most frequent first; why jobs were
-    canceled; what blocked ones wait for; and what is to be known of good ones.
-    """
+    canceled; what blocked ones wait for; and what is to be known of good ones."""
     limit = FAILURES_EXPLAINED
     # What runs again, since what it ran in was ended; what has completed, but with something to be known.
     again = f'is_interrupted = 1 AND job.status IN ({READY}, {BLOCKED})'
@@ -8663,8 +8542,7 @@ WORKFLOW_STATES = (     # the first of which there is a job; a workflow without 
 
 def list_workflow_statuses(context: Context, ids: Ids, counts: bool = False) -> Values:
     """State of workflows in one word, by id; without those that do not exist or the caller may not see. With
-    `counts` also how many jobs of each status there are.
-    """
+    `counts` also how many jobs of each status there are."""
     form = "WHEN EXISTS (SELECT 1 FROM job WHERE workflow_id = workflow.id AND status IN {}) THEN '{}'"
     cases = ' '.join(form.format(sql_list(codes), word) for word, codes in WORKFLOW_STATES)
     case = f"CASE WHEN is_canceled THEN 'canceled' {cases} ELSE 'uninitialized' END"
@@ -8893,10 +8771,8 @@ IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND submission IS NOT 
 
 def take_submission(context: Context, workflow_id: int, body: Values) -> Values:
     """Take in what became of submissions, make the records that are asked for, and hand out one to submit.
-
     `wait_s`: until the next one may be handed out, which somebody has in hand; None if none is left. Without
-    `hold_s`, for which it is in the caller's hand, none is handed out.
-    """
+    `hold_s`, for which it is in the caller's hand, none is handed out."""
     state = workflow_state(context, workflow_id)
     answer = note_submissions(context, workflow_id, body.get('ended') or ())
     settings, scheduler_id = body.get('settings') or {}, body.get('scheduler_config_id')
@@ -8942,10 +8818,8 @@ def hand_out(context: Context, workflow_id: int, hold_s: Optional[float]) -> Val
 
 
 def execute_schedule(context: Context, action: Values, settings: Values) -> Optional[List[int]]:
-    """Take an action, unless a runner has, and make the rows of its allocations; their ids.
-
-    None if that was done before, [] if no job is left.
-    """
+    """Take an action, unless a runner has, and make the rows of its allocations; their ids. None if that was
+    done before, [] if no job is left."""
     if not context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND is_reported = 0',
                        (action['id'],)):
         if not take_action(context, action['id'], None):
@@ -9013,10 +8887,8 @@ def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> V
 
 
 def note_submissions(context: Context, workflow_id: int, ended: Sequence[Values]) -> Values:
-    """Note Slurm jobs, refusals, and what is not known yet, each of a record that was handed out.
-
-    `surplus`: Slurm jobs that no record needs; `refused`: how many records are gone.
-    """
+    """Note Slurm jobs, refusals, and what is not known yet, each of a record that was handed out. `surplus`:
+    Slurm jobs that no record needs; `refused`: how many records are gone."""
     table, surplus, num_refused = 'scheduled_compute_node', [], 0
     for row in ended:
         status, known, scheduler_id, text = context.one(
@@ -9094,10 +8966,8 @@ def create_compute_node(context: Context, body: Values) -> Values:
 
 def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Values:
     """A runner has begun in a Slurm job: its record, if there is one, is active. Fields of its compute node.
-
     A record may still lack the id of its Slurm job: the reply of sbatch(1) was lost. In a job that was
-    requeued the runners of its earlier start are dead, whatever their leases say.
-    """
+    requeued the runners of its earlier start are dead, whatever their leases say."""
     slurm_job_id, restart_count = scheduler['slurm_job_id'], scheduler.get('restart_count') or 0
     for node_id in nodes_in_job(context, workflow_id, slurm_job_id):
         other = known_scheduler(get_row(context, 'compute_node', node_id))
@@ -9200,11 +9070,9 @@ def delete_compute_nodes(context: Context, workflow_id: int) -> Values:
 
 
 def release_node(context: Context, node_id: int, why: str = '', is_interrupted: bool = False) -> None:
-    """A node has ended: report it, unless it has said so, and release what it held.
-
-    Claims are ready, running jobs have failed, or are ready, too, if they were only interrupted; actions and
-    submissions are others'. `why` it is lost, with the evidence, goes to the reasons of their results.
-    """
+    """A node has ended: report it, unless it has said so, and release what it held. Claims are ready, running
+    jobs have failed, or are ready, too, if they were only interrupted; actions and submissions are others'.
+    `why` it is lost, with the evidence, goes to the reasons of their results."""
     node = get_row(context, 'compute_node', node_id)
     if node.get('is_active'):
         announce_node(context, 'compute_node_stopped', node_id)
@@ -9264,10 +9132,8 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
 # -------- a runner's turn --------
 
 def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
-    """One turn of a runner's loop, in one transaction.
-
-    Takes in ends, starts and returned claims; gives work, due actions and the workflow's state.
-    """
+    """One turn of a runner's loop, in one transaction. Takes in ends, starts and returned claims; gives work,
+    due actions and the workflow's state."""
     state = context.state
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
@@ -9318,10 +9184,8 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
 
 
 def hear_node(context: Context, workflow_id: int, node_id: int, body: Values) -> None:
-    """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere.
-
-    So is a request that is older than the last one answered: a server that was stopped finds both.
-    """
+    """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere. So is a
+    request that is older than the last one answered: a server that was stopped finds both."""
     row = context.one('SELECT is_active, lease_s, pid, identity FROM compute_node '
                       'WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
     lease_s, identity = body.get('lease_s'), body.get('identity')
@@ -9346,11 +9210,9 @@ def hear_node(context: Context, workflow_id: int, node_id: int, body: Values) ->
 
 def compare_held(context: Context, workflow_id: int, node_id: int, held: Sequence[List[int]],
                  held_actions: Ids) -> Values:
-    """Of the attempts and actions that a node reports holding, those that are not its own (any more).
-
-    What it does not report is requeued: claims and actions, for the answer to a request was lost, and jobs
-    that ran there: it has told how they ended, which an older copy of the database has not.
-    """
+    """Of the attempts and actions that a node reports holding, those that are not its own (any more). What it
+    does not report is requeued: claims and actions, for the answer to a request was lost, and jobs that ran
+    there: it has told how they ended, which an older copy of the database has not."""
     keys, ids = set(map(tuple, held)), {key[0] for key in held}
     mine = context.rows('SELECT id, attempt_id, status FROM job WHERE compute_node_id = ? '
                         f'AND status IN {sql_list(ACTIVE)}', (node_id,))
@@ -9535,10 +9397,8 @@ class Place(Row):
 
 
 def explain_waiting(context: Context, workflow_id: int, ended: Sequence[int] = ()) -> Values:
-    """Which ready jobs no runner or allocation can take, and what all others wait for.
-
-    `ended` are allocations that the caller knows to be over in Slurm, or ending: nothing waits for them.
-    """
+    """Which ready jobs no runner or allocation can take, and what all others wait for. `ended` are
+    allocations that the caller knows to be over in Slurm, or ending: nothing waits for them."""
     runners = describe_runners(context, workflow_id)
     allocations = describe_allocations(context, workflow_id, runners)
     state = workflow_state(context, workflow_id)
@@ -10356,10 +10216,8 @@ def check_stream(stream: str) -> bool:
 
 def get_job_output(context: Context, job_id: int, run_id: int = 0, attempt_id: int = 0,
                    stream: str = 'stdout', begin: int = 0) -> JobOutput:
-    """What a job has printed, in its newest attempt unless one is named, from a place on; below 0 it counts from the end.
-
-    Only what its runner has said to be its output directory is looked into.
-    """
+    """What a job has printed, in its newest attempt unless one is named, from a place on; below 0 it counts
+    from the end. Only what its runner has said to be its output directory is looked into."""
     is_stderr = check_stream(stream)
     job = get_row(context, 'job', job_id)
     attempts = context.rows(
@@ -10475,10 +10333,8 @@ def describe_cell(value: Any) -> Any:
 
 
 def execute_statement(context: Context, sql: str, limit: int) -> Values:
-    """The answer to a checked statement, as AdminSqlResponse; a column's name that comes again gets _2.
-
-    At most `limit` rows. Refused for all that goes wrong.
-    """
+    """The answer to a checked statement, as AdminSqlResponse; a column's name that comes again gets _2. At
+    most `limit` rows. Refused for all that goes wrong."""
     with contextlib.closing(context.connection.cursor()) as cursor:
         try:
             rows = list(itertools.islice(cursor.execute(sql), limit))
@@ -10557,11 +10413,8 @@ def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIS
 # -------- allocations for the jobs that are left --------
 
 def get_demand(context: Context, workflow_id: int) -> Values:
-    """What new allocations are planned from, as of one moment.
-
-    That is the dependency graph with the state and class of each job, the classes, and the allocations that
-    are queued or run.
-    """
+    """What new allocations are planned from, as of one moment. That is the dependency graph with the state
+    and class of each job, the classes, and the allocations that are queued or run."""
     state, graph = workflow_state(context, workflow_id), get_dependency_graph(context, workflow_id)
     jobs = context.rows('SELECT status, kind_id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
     columns = ('id', 'scheduler_id', 'has_labels', 'in_chain', 'requirements_id', 'name', 'num_cpus',
@@ -10675,9 +10528,7 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
 
 def take_leave(context: Context, runner: Values, run_id: int) -> bool:
     """Take in that a runner has left, if its compute node is that very process; whether that was active.
-
-    Actions that it had carried out are not due again. What others began stays.
-    """
+    Actions that it had carried out are not due again. What others began stays."""
     is_active = context.value(
         'SELECT is_active FROM compute_node WHERE id = ? AND workflow_id = ? AND hostname = ? AND pid = ? '
         'AND identity = ?', (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
@@ -10857,10 +10708,8 @@ UNHELD = (f'workflow_id = ? AND status = {RUNNING} AND CASE (SELECT is_active FR
 
 
 def survey_allocations(context: Context, workflow_id: int) -> Values:
-    """What there is to ask Slurm about: pending and active allocations, and Slurm jobs of active nodes.
-
-    Also the processes of the active nodes that have a lease.
-    """
+    """What there is to ask Slurm about: pending and active allocations, and Slurm jobs of active nodes. Also
+    the processes of the active nodes that have a lease."""
     rows = context.rows(
         "SELECT id, scheduler_id, status, submission FROM scheduled_compute_node WHERE workflow_id = ? "
         "AND scheduler_type = 'slurm' AND status IN ('pending', 'active') ORDER BY id", (workflow_id,))
@@ -10885,10 +10734,8 @@ def survey_allocations(context: Context, workflow_id: int) -> Values:
 
 
 def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values:
-    """Take in which allocations are gone, or were put back into the queue, and which runners are dead.
-
-    Then running jobs that no active node holds have failed. `is_dry_run`: only tell what would be done.
-    """
+    """Take in which allocations are gone, or were put back into the queue, and which runners are dead. Then
+    running jobs that no active node holds have failed. `is_dry_run`: only tell what would be done."""
     state, service = workflow_state(context, workflow_id), context.service
     nodes = dict(service.nodes)
     found = {'pending_allocations_cleaned': 0, 'compute_nodes_deactivated': 0, 'failed_job_details': [],
@@ -11004,11 +10851,9 @@ UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it 
 
 
 def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
-    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
-
-    Those of retries and spawns are among them if only runners at work could take them, which were planned
-    without them. What an allocation in the queue can take is planned.
-    """
+    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come. Those of
+    retries and spawns are among them if only runners at work could take them, which were planned without
+    them. What an allocation in the queue can take is planned."""
     runners = describe_runners(context, workflow_id)
     places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
     to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
@@ -11032,11 +10877,9 @@ def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
 
 
 def note_place(context: Context) -> None:
-    """At a start: a database that was copied or moved means the files of its new place, and no others.
-
-    It was copied where another file is at its old place (by the inode: each host numbers devices itself);
-    then what the original has submitted is not ours to cancel.
-    """
+    """At a start: a database that was copied or moved means the files of its new place, and no others. It was
+    copied where another file is at its old place (by the inode: each host numbers devices itself); then what
+    the original has submitted is not ours to cancel."""
     path, old = context.store.file_path, context.value('SELECT path FROM identity')
     if old == path:
         return
@@ -20071,7 +19914,7 @@ class ServerLink(Part):
         self.times_opened = 0       # the connections of our client when it was last asked
         self.is_doubtful = False    # what the server knows of us may not be what we know: we list all
         self.is_registered = False  # ... and the server has not released this node since
-        self.lease_ends_at = 0.0    # of the last request that was answered, by Clocks.running
+        self.lease_ends_at = 0.0    # of the last request that was answered, by uptime_s()
         self.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 0,
                        'jobs_by_status': {}}    # type: Dict[str, Any]  # the last one
         self.num_answers = 0
@@ -20091,7 +19934,7 @@ class ServerLink(Part):
         self.sent_completions = []  # type: List[Attempt]  # ... that it carries
         self.turn = 0               # ... its number
         self.sent_at = 0.0
-        self.promised_until = 0.0   # ... the end of the lease that it asks for, by Clocks.running
+        self.promised_until = 0.0   # ... the end of the lease that it asks for, by uptime_s()
         self.planned_at = 0.0       # when the next one is to be sent: infinite until something has come up
 
     # ---- what others ask and say ----
@@ -20104,7 +19947,7 @@ class ServerLink(Part):
     @property
     def has_lease(self) -> bool:
         """Whether something may start. If not, as after a suspension, others may have our jobs."""
-        return self.state != 'offline' and read_clocks().running < self.lease_ends_at
+        return self.state != 'offline' and uptime_s() < self.lease_ends_at
 
     @property
     def is_over(self) -> bool:
@@ -20143,7 +19986,7 @@ class ServerLink(Part):
         context, options, old = self.context, self.context.options, self.context.node_id
         body = dict(describe_node(context), lease_s=self.lease_s(), identity=self.identity,
                     output_dir=os.path.realpath(context.output.path))
-        lease_ends_at = read_clocks().running + body['lease_s']
+        lease_ends_at = uptime_s() + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
         context.node_id, self.times_opened = created['id'], self.client.times_opened
         if context.allocation is not None:      # the server has found its record
@@ -20245,7 +20088,7 @@ class ServerLink(Part):
         tells, self.planned_at = self.has_updates, math.inf
         self.plan_wait(body['want'] is not None, tells, 0.0 if self.is_doubtful else patience_s)
         self.turn += 1
-        self.promised_until = read_clocks().running + lease_s
+        self.promised_until = uptime_s() + lease_s
         # In an older copy of its database the server may give our node's id to another runner: `identity`.
         body.update(self.updates(), compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
                     run_id=context.run_id, turn=self.turn, lease_s=lease_s,
