@@ -22028,7 +22028,7 @@ class PageTest(FlowTest):
         """
     # What a view shows, and an address.
     VIEWS = (
-        ('', '=study'), ('new', '=Paste a workflow file'), ('w/1', '=What failed, and why'), ('w/1/jobs', '=8 jobs'),
+        ('', '=study'), ('', '=second'), ('new', '=Paste a workflow file'), ('w/1', '=What failed, and why'), ('w/1/jobs', '=8 jobs'),
         ('w/1/jobs?status%3Afailed', '=1 job'), ('w/1/graph', "document.querySelector('svg .box')"),
         ('w/1/timeline', "document.querySelectorAll('svg a rect').length > 5"), ('w/1/resources', '=Peak memory'), ('w/1/slurm', '=None was submitted'),
         ('w/1/events', '=work_3'), ('j/1', '=plain red'))
@@ -22041,6 +22041,7 @@ class PageTest(FlowTest):
         """A server and a runner at work, and the page of their workflow."""
         self.world.serve()
         self.assertExit(0, self.world.main('create', self.world.write('w.yaml', textwrap.dedent(self.SPEC) % self.HOSTILE)))
+        self.assertExit(0, self.world.main('workflows', 'new', '-n', 'second'))
         self.runner = self.world.start('run', 1, '-p', 0.1)
         self.client = self.world.connect()
         self.addCleanup(self.client.close)
@@ -22132,7 +22133,7 @@ class PageTest(FlowTest):
             self.world.wait(lambda: self.client.get_workflow(1)[field], 20, field)
         self.browser.press('Delete')
         self.browser.press('Delete', 'dialog')
-        self.world.wait(lambda: not self.client.list_workflows()['items'], 20, 'the end of the workflow')
+        self.world.wait(lambda: [item['id'] for item in self.client.list_workflows()['items']] == [2], 20, 'the end of the workflow')
         self.assertClean()
 
     def test_a_workflow_is_made_from_text_and_its_errors_have_places(self) -> None:

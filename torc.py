@@ -33461,7 +33461,8 @@ async function ask(method, path, body) {
   return text ? JSON.parse(text) : null;
 }
 
-const get = (path, query = {}) => ask('GET', path + '?' + new URLSearchParams(query));
+const get = (path, query = {}) => ask('GET', path + '?' + new URLSearchParams(
+  Object.entries(query).flatMap(([name, value]) => [].concat(value).map(one => [name, one]))));
 
 const LIVE = {stream: ['●', 'live'], asking: ['◐', 'asking every few seconds'], away: ['○', 'the server is away']};
 function live(how) {
