@@ -8949,7 +8949,7 @@ class TurnTest(WorldTest):
         self.server = torc.Server(self.store, torc.open_listener('127.0.0.1', 0, True), tick=lambda store: False)
         self.addCleanup(self.store.close)
         self.addCleanup(self.server.close)
-        self.server.on_clock(time.monotonic() + 1)    # the first tick
+        self.server.on_tick(time.monotonic())
         self.store.writes = 0
         self.server.start()
         self.clients = [socket.create_connection(self.server.listener.socket.getsockname(), 10) for _ in range(10)]
@@ -9787,7 +9787,7 @@ class ServeTest(StoryTest):
 
     def test_no_text_in_a_log_looks_like_another_line(self) -> None:
         text = 'x\n2026-11-21 10:28:54,436 INFO forged\x1b[2J\x9b'
-        for formatter in (torc.LogLines(), torc.JsonLines()):
+        for formatter in (torc.LogLines(torc.LOG_FORMAT), torc.JsonLines()):
             try:
                 raise ValueError(text)
             except ValueError:
@@ -11591,7 +11591,8 @@ class KeeperTest(WorldTest):
         try:
             os.write(master, b'./run\n')
             await_state(b'', lambda: self.world.read('begun'), 'the job')
-            keeper, = await_state(b'', lambda: [*filter(torc.is_keeper, torc.read_children(shell.pid))], 'the keeper')
+            keeper, = await_state(b'', lambda: [pid for pid in torc.read_children(shell.pid) if torc.read_proc_text(f'/proc/{pid}/comm')
+                                                == torc.KEEPER_NAME + b'\n'], 'the keeper')
             os.write(master, b'\x1a')       # Ctrl-Z
             await_state(b'Stopped', lambda: states() == {b'T'}, 'the stop of both')
             os.write(master, b'fg\n')
@@ -12384,7 +12385,8 @@ class SubmissionReplyTest(unittest.TestCase):
     def test_a_program_that_a_full_node_cannot_start_is_no_refusal_and_no_missing_program(self):
         for number, code in ((errno.EMFILE, torc.REPLY_NOT_STARTED), (errno.ENOSPC, torc.REPLY_NOT_STARTED),
                              (errno.ENOENT, torc.COMMAND_NOT_FOUND), (errno.EACCES, torc.COMMAND_NOT_FOUND)):
-            reply = torc.reply_of_failure(['sbatch'], OSError(number, os.strerror(number)))
+            with unittest.mock.patch('subprocess.Popen', side_effect=OSError(number, os.strerror(number))):
+                reply = torc.ask_program(['sbatch'], 1.0, {})
             self.assertEqual((code, f'sbatch: {os.strerror(number)}'), (reply.code, reply.err))
             self.assertEqual(code == torc.COMMAND_NOT_FOUND, torc.is_accounting_off(reply))
 
@@ -12522,9 +12524,9 @@ class StepRulesTest(unittest.TestCase):
                                                               row['state'], row['ours']))
         self.assertEqual(set(torc.STEP_OUTCOMES), {'early', *(row['kind'] for row in STEP_ENDS)})
         self.assertLessEqual(set(torc.STEP_STATES), set(torc.SLURM_STATES))
-        for kind, outcome in torc.STEP_OUTCOMES.items():
-            reason = outcome.meaning.format(signal='SIGUSR1') + ': what srun said'
-            self.assertEqual(kind if outcome.meaning else '', torc.read_step_outcome(reason))
+        for kind, (meaning, _) in torc.STEP_OUTCOMES.items():
+            reason = meaning.format(signal='SIGUSR1') + ': what srun said'
+            self.assertEqual(kind if meaning else '', torc.read_step_outcome(reason))
 
     def test_the_accounting_is_asked_only_where_it_may_change_the_verdict(self):
         for notes, sign, stopped_for, is_clear in (
@@ -15522,7 +15524,7 @@ class FailureTest(unittest.TestCase):
     """Why jobs failed: what Slurm and the runners said comes before guesses."""
 
     def test_evidence_comes_before_guesses(self):
-        memory, timeout = (torc.STEP_OUTCOMES[kind].meaning for kind in ('memory', 'timeout'))
+        memory, timeout = (torc.STEP_OUTCOMES[kind][0] for kind in ('memory', 'timeout'))
         over, early = "stopped: the runner's time is over", 'ended shortly before the time limit of its Slurm step, by SIGTERM'
         for code, minutes, state, reason, expected in (
                 # return code, minutes of an hour; Slurm's word; what the runner wrote
@@ -15618,7 +15620,7 @@ class RemedyTest(unittest.TestCase):
         self.assertEqual(['again 2', 'not 1: was lost 3 times: it may need longer allocations, or be what brings its node down'],
                          self.planned(*lost, losses=losses))
         self.assertEqual(['again 1', 'again 2'], self.planned(*lost, losses=losses, kinds='unknown lost'))
-        memory = torc.STEP_OUTCOMES['memory'].meaning
+        memory = torc.STEP_OUTCOMES['memory'][0]
         self.assertEqual(['not 1: ran out of memory, and asks for none: give it resource_requirements'],
                          self.planned(job_use(1, code=137, reason=memory, **ResourceUseTest.DEFAULT)))
         self.assertEqual(['again 1'], self.planned(job_use(1, memory='8g', code=137, minutes=5, reason=memory)._replace(is_stale=True)))

@@ -11431,11 +11431,6 @@ def time_error(text: str) -> str:
 PLAIN_TIME = Expression(r'[-0-9]+T[0-9:.]+(?:Z|[-+][0-9]+:[0-9]+)\Z')     # as SQLite reads it, too
 
 
-def plain_time(text: str) -> str:
-    """A checked time in a form that SQLite reads as we do: not without a zone, say, or with +0100."""
-    return text if PLAIN_TIME.match(text) else format_time(parse_time(text))
-
-
 def rules_error(text: str) -> str:
     """Why a text cannot be the rules of a failure handler, JSON text of a list of objects, or ''."""
     try:
@@ -11509,7 +11504,8 @@ def check_value(path: str, kind: str, value: Any) -> Any:
     """Refuse a value that is not of a type of MODELS; the value, without what no model knows."""
     if kind in SCALARS:
         check_scalar(path, kind, value)
-        return plain_time(value) if kind == 'time' else value
+        is_plain = kind != 'time' or PLAIN_TIME.match(value)    # not without a zone, say, or with +0100
+        return value if is_plain else format_time(parse_time(value))
     if kind == 'planned_jobs':
         check_planned_jobs(path, value)
         return value
@@ -14180,7 +14176,11 @@ class Server:
         self.look_at_clock(math.inf if wait_s is None else wait_s)
         if self.asked:
             self.answer_asked()
-        self.on_clock(time.monotonic())
+        self.store.check_lease()
+        now = time.monotonic()
+        for due_at, act in self.timers():
+            if due_at <= now:
+                act(now)
         self.feeds.add_updates(self.service.take_updates())     # committed since the last time
         changed = self.store.connection.total_changes - self.seen_rows
         self.seen_rows += changed
@@ -14206,12 +14206,6 @@ class Server:
         if self.store.copies is not None:
             yield self.store.copies.due_at, self.store.copies.act
 
-    def on_clock(self, now: float) -> None:
-        """Do what is due."""
-        self.store.check_lease()
-        for due_at, act in self.timers():
-            if due_at <= now:
-                act(now)
 
     def on_wake(self, numbers: bytes) -> None:
         """Signals came, something was asked, or stop() was called."""
@@ -14590,9 +14584,6 @@ class LogFile(logging.handlers.RotatingFileHandler):
 class LogLines(logging.Formatter):
     """Log lines as text. What is in them can neither act on a terminal nor look like another line."""
 
-    def __init__(self) -> None:
-        super().__init__(LOG_FORMAT)
-
     def format(self, record: logging.LogRecord) -> str:
         """A line, and an indented traceback."""
         return printable_message(super().format(record))
@@ -14724,7 +14715,7 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
     formatters = [handler.formatter for handler in log.handlers if handler.formatter]
     handler = make_handler(*arguments)
     os.dup2(handler.stream.fileno(), 2)
-    handler.setFormatter(formatters[-1] if formatters else LogLines())
+    handler.setFormatter(formatters[-1] if formatters else LogLines(LOG_FORMAT))
     log.handlers, log.propagate = [handler], False
 
 
@@ -15960,10 +15951,6 @@ def list_trees(roots: Iterable[int], enters: Callable[[int], Any] = abs) -> List
     return found
 
 
-def is_keeper(pid: int) -> bool:
-    """Whether a process is the keeper of another runner: what is below it is that runner's affair."""
-    return read_proc_text(f'/proc/{pid}/comm').strip() == KEEPER_NAME
-
 
 def session_of(pid: int) -> int:
     """Number of a process's session; 0 if it has ended."""
@@ -15996,10 +15983,8 @@ def send_signal(pids: Iterable[int], number: int) -> None:
 
 
 def kill_trees(roots: Sequence[int]) -> List[int]:
-    """SIGKILL processes with all that descend from them; which these were, parents first.
-
-    They are stopped first, until a look finds no others: what is not would fork into the room of the dead.
-    """
+    """SIGKILL processes with all that descend from them; which these were, parents first. They are stopped
+    first, until a look finds no others: what is not would fork into the room of the dead."""
     stopped, until = [], time.monotonic() + FREEZE_S    # type: List[int], float
     while roots and time.monotonic() < until:
         new = [pid for pid in list_trees(roots) if pid not in stopped]
@@ -16038,10 +16023,8 @@ def end_children(is_spared: Callable[[int], bool], limit_s: float) -> None:
 # -------- control groups --------
 
 def control_group_directories(controller: str, root: str = '') -> List[str]:
-    """Directories of our control groups that limit a controller ('cpu', 'memory'), the innermost first.
-
-    By either version of cgroups(7), as far up as they are mounted here. `root` is a prefix of all paths.
-    """
+    """Directories of our control groups that limit a controller ('cpu', 'memory'), the innermost first. By
+    either version of cgroups(7), as far up as they are mounted here. `root` is a prefix of all paths."""
     lines, mounts = (re.findall('.+', os.fsdecode(read_proc_text(f'{root}/proc/self/{name}')))
                      for name in ('cgroup', 'mountinfo'))
     groups, found = [line.split(':', 2)[1:] for line in lines], []      # type: Any, List[str]
@@ -16081,11 +16064,6 @@ def read_memory_limit(root: str = '') -> float:
         limits += [number for number in found if number > 0]
     return min(limits)
 
-
-def read_available_memory(root: str = '') -> float:
-    """Bytes that can be had without swapping (proc(5), meminfo, MemAvailable); infinite where unknown."""
-    kilobytes = read_counter(read_proc_text(root + '/proc/meminfo'), b'MemAvailable')
-    return math.inf if kilobytes is None else kilobytes * 1024
 
 
 # -------- the keeper --------
@@ -16178,10 +16156,8 @@ def be_keeper(runner: int, channel: socket.socket, calls: Dict[str, Callable[...
 
 
 def watch_runner(runner: int, channel: socket.socket, calls: Dict[str, Callable[..., Any]]) -> int:
-    """Pass signals on to a runner, and do what it asks for, until it has ended; its wait status.
-
-    They are blocked here from before it began: none is lost, and none ends its keeper.
-    """
+    """Pass signals on to a runner, and do what it asks for, until it has ended; its wait status. They are
+    blocked here from before it began: none is lost, and none ends its keeper."""
     # nohup(1) asks for some to be ignored.
     numbers = [number for number in KEEPER_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     while True:
@@ -16302,7 +16278,6 @@ class Usage:
 
 # -------- a job's processes --------
 
-
 class JobTree:
     """The processes of one job, and what they use."""
     ticks = 0                   # of all members at the last look
@@ -16358,10 +16333,8 @@ class JobTree:
         return 0 < self.limit_bytes < self.memory_bytes
 
     def needs_check(self, now: float) -> bool:
-        """Whether its proportional size must be read.
-
-        Workers that write to pages which they have shared take more memory at the same resident size.
-        """
+        """Whether its proportional size must be read. Workers that write to pages which they have shared take
+        more memory at the same resident size."""
         return 0 < self.limit_bytes < self.resident_bytes and now >= self.check_at
 
     def take_check(self, now: float, rest_s: float, sizes: Optional[Tuple[int, int]]) -> bool:
@@ -16508,7 +16481,6 @@ class OomCounter:
 
 # -------- the node --------
 
-
 class NodeUsage:
     """What a whole node uses, from sample to sample: CPU percent of all its CPUs, and memory."""
     first = 0, 0        # ticks when it began
@@ -16625,10 +16597,8 @@ RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT, 
 
 
 def encode_text(text: str) -> bytes:
-    """Text as a process gets it: UTF-8, whatever the locale (Python 3.6 takes ASCII in C).
-
-    Paths and variables of our own may hold bytes that are no text; they come out as they came in.
-    """
+    """Text as a process gets it: UTF-8, whatever the locale (Python 3.6 takes ASCII in C). Paths and
+    variables of our own may hold bytes that are no text; they come out as they came in."""
     return text.encode('utf-8', 'surrogateescape')
 
 
@@ -16678,12 +16648,9 @@ def format_signal(number: int) -> str:
 
 # -------- starting --------
 
-
 def spawn(argv: Sequence[bytes], environment: Dict[bytes, bytes], descriptors: Sequence[int]) -> int:
     """Start a program by its path, as a session of its own with these for stdin, stdout and stderr; its pid.
-
-    posix_spawn costs the same whatever the size of this process, a fork 2.5 ms with 100 MB. OSError.
-    """
+    posix_spawn costs the same whatever the size of this process, a fork 2.5 ms with 100 MB. OSError."""
     with contextlib.suppress(AttributeError, NotImplementedError):     # before Python 3.8; glibc 2.26
         actions = [(os.POSIX_SPAWN_DUP2, descriptor, number) for number, descriptor in enumerate(descriptors)]
         return os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsigmask=(),
@@ -16701,12 +16668,6 @@ class Reply(Row):
     out: str
     err: str
 
-
-def reply_of_failure(argv: Sequence[str], error: Exception) -> Reply:
-    """What stands in for the answer of a program that could not be started."""
-    is_passing = getattr(error, 'errno', None) in EXHAUSTION | {errno.ENOSPC, errno.EDQUOT}
-    return Reply(REPLY_NOT_STARTED if is_passing else COMMAND_NOT_FOUND, '',
-                 f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
 
 
 class ProcessEnd(Row):
@@ -16808,7 +16769,9 @@ def ask_program(argv: Sequence[str], limit_s: float, variables: Dict[str, Option
         process = subprocess.Popen(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, preexec_fn=prepare)
     except (OSError, ValueError) as error:
-        return reply_of_failure(argv, error)
+        is_passing = getattr(error, 'errno', None) in EXHAUSTION | {errno.ENOSPC, errno.EDQUOT}
+        return Reply(REPLY_NOT_STARTED if is_passing else COMMAND_NOT_FOUND, '',
+                     f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -16824,7 +16787,6 @@ def ask_program(argv: Sequence[str], limit_s: float, variables: Dict[str, Option
 
 
 # -------- all processes of a runner --------
-
 
 class Launcher:
     """Starts, reaps and stops the processes of one runner. Not thread-safe: one loop owns it."""
@@ -16992,9 +16954,10 @@ class Launcher:
         return own + [pid for pid, owners in self.strangers.items() if owners == {process}]
 
     def send(self, process: Process, number: int) -> None:
-        """Send a signal to all of a process, but for what is another runner's. SIGCONT comes second: who is
-        stopped then finds the signal before he can stop himself again."""
-        pids = list_trees(self.roots_of(process), lambda pid: not is_keeper(pid))
+        """Send a signal to all of a process, but for what is below another runner's keeper. SIGCONT comes
+        second: who is stopped then finds the signal before he can stop himself again."""
+        pids = list_trees(self.roots_of(process),
+                          lambda pid: read_proc_text(f'/proc/{pid}/comm').strip() != KEEPER_NAME)
         send_signal(pids, number)
         send_signal(pids, signal.SIGCONT)
 
@@ -17080,9 +17043,7 @@ def slurm_argv(name: str, *words: Any) -> List[str]:
 
 def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     """Variables for a call whose output is read; None removes one. Times are seconds since the epoch.
-
-    SLURM_TIME_FORMAT counts for all programs (slurm_make_time_str, since before 20.11).
-    """
+    SLURM_TIME_FORMAT counts for all programs (slurm_make_time_str, since before 20.11)."""
     removed = [name for name in environment if SLURM_SETTINGS.match(name) and name not in KEPT_SETTINGS]
     return {**dict.fromkeys(SECRETS), **dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
 
@@ -17094,10 +17055,8 @@ def end_with_parent() -> Callable[[], Any]:
 
 def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
               variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
-    """Call a program of Slurm and wait for its reply: for commands, and a runner that has not begun.
-
-    It ends with this process (Linux): an sbatch that lived on might submit what somebody else submits again.
-    """
+    """Call a program of Slurm and wait for its reply: for commands, and a runner that has not begun. It ends
+    with this process (Linux): an sbatch that lived on might submit what somebody else submits again."""
     given = query_variables() if variables is None else variables
     return ask_program(argv, limit_s, given, end_with_parent())
 
@@ -17120,6 +17079,7 @@ SLURM_CPU_TIME = Expression(r'(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[
 SLURM_NUMBER = Expression(r'[0-9]{1,18}\Z')     # str.isdigit() takes superscripts, too
 SLURM_INSTANT = Expression(r'[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\Z')
 MAX_LISTED_NODES = 100000       # of one list: a range is a few characters
+SLURM_FACT = Expression(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 
 
 def parse_slurm_memory(text: str) -> Optional[int]:
@@ -17188,8 +17148,13 @@ def read_slurm_rows(text: str, num_fields: int) -> List[List[str]]:
     return [[cell.strip() for cell in row] for row in rows if len(row) == num_fields]
 
 
-# -------- states --------
+def read_slurm_facts(line: str) -> Dict[str, str]:
+    """A line of `scontrol show -o` as a mapping. The first of a name counts."""
+    parts = SLURM_FACT.split(line)[1:]
+    return dict(reversed([(name, value.strip()) for name, value in zip(parts[::2], parts[1::2])]))
 
+
+# -------- states --------
 
 class SlurmState(Row):
     """One state of a Slurm job or step (squeue(1), JOB STATE CODES; sacct(1))."""
@@ -17244,7 +17209,6 @@ def parse_slurm_state(text: str) -> str:
 
 
 # -------- the queue --------
-
 
 # Reasons of a job that waits with which it will not start unless somebody changes something (squeue(1), JOB
 # REASON CODES); a requeue that failed is printed with blanks.
@@ -17521,12 +17485,8 @@ def parse_least(text: str) -> Optional[int]:
 
 def parse_partition_records(text: str) -> Dict[str, Dict[str, str]]:
     """Output of `scontrol -o show partition` -> fields by partition."""
-    records = {}
-    for line in text.splitlines():
-        fields = dict(word.split('=', 1) for word in line.split() if '=' in word)
-        if fields.get('PartitionName'):
-            records[fields['PartitionName']] = fields
-    return records
+    found = map(read_slurm_facts, text.splitlines())
+    return {facts['PartitionName']: facts for facts in found if facts.get('PartitionName')}
 
 
 def parse_config(text: str) -> Dict[str, str]:
@@ -17581,7 +17541,6 @@ def ask_for_profile() -> Profile:
 
 
 # -------- choosing a profile --------
-
 
 def known_profiles(config: HpcConfig) -> List[Profile]:
     """Built-in and configured clusters; a configured one replaces the built-in one of its name."""
@@ -17802,7 +17761,6 @@ def size_request(partition: Partition, num_shares: int,
 
 # -------- groups and stages --------
 
-
 class PlannedScheduler:
     """Jobs that share allocations, and what these are like. The options are there after settle()."""
 
@@ -17989,7 +17947,6 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
 
 
 # -------- workflow files --------
-
 
 class GeneratedSpec(Row):
     """A workflow file with schedulers for its jobs."""
@@ -18833,30 +18790,22 @@ def parse_step_notes(text: str) -> StepNotes:
 
 # -------- what the end of a step means --------
 
-
-class StepOutcome(Row):
-    """A kind of end of a step."""
-    status: str     # of the attempt; '': by a return code; interrupted: ready again, and no attempt is spent
-    meaning: str    # for the user
-
-
-STEP_OUTCOMES = {
-    'own':       StepOutcome('', ''),           # the job's own, or our doing
-    'accounted': StepOutcome('', ''),           # srun's code: nobody could note the job's (a full disk)
-    'killed':    StepOutcome('failed',      'killed with all of its step, by {signal}'),
-    'memory':    StepOutcome('failed',      'killed by Slurm, all of it or a part, at the memory limit of '
-                                            'its step'),
-    'timeout':   StepOutcome('terminated',  'reached the time limit of its Slurm step'),
-    'early':     StepOutcome('terminated',  'ended shortly before the time limit of its Slurm step, by '
-                                            '{signal}'),
-    'canceled':  StepOutcome('terminated',  'its Slurm step was canceled (scancel)'),
-    'no step':   StepOutcome('interrupted', 'Slurm started no step for it'),
-    'no start':  StepOutcome('interrupted', 'its node could not start it'),
-    'node':      StepOutcome('interrupted', 'lost its node'),
-    'preempted': StepOutcome('interrupted', 'its Slurm job was preempted'),
-    'srun':      StepOutcome('interrupted', 'its srun was killed'),
-    'stepd':     StepOutcome('interrupted', 'its slurmstepd was lost'),
-    'vanished':  StepOutcome('interrupted', 'its Slurm step left no return code'),
+STEP_OUTCOMES = {       # kind of end -> what it means for the user, and the status of the attempt
+    'own':       ('', ''),           # by its own return code: the job's doing, or ours
+    'accounted': ('', ''),           # by srun's: nobody could note the job's (a full disk)
+    'killed':    ('killed with all of its step, by {signal}', 'failed'),
+    'memory':    ('killed by Slurm, all of it or a part, at the memory limit of its step', 'failed'),
+    'timeout':   ('reached the time limit of its Slurm step', 'terminated'),
+    'early':     ('ended shortly before the time limit of its Slurm step, by {signal}', 'terminated'),
+    'canceled':  ('its Slurm step was canceled (scancel)', 'terminated'),
+    # ready again, and no attempt is spent
+    'no step':   ('Slurm started no step for it', 'interrupted'),
+    'no start':  ('its node could not start it', 'interrupted'),
+    'node':      ('lost its node', 'interrupted'),
+    'preempted': ('its Slurm job was preempted', 'interrupted'),
+    'srun':      ('its srun was killed', 'interrupted'),
+    'stepd':     ('its slurmstepd was lost', 'interrupted'),
+    'vanished':  ('its Slurm step left no return code', 'interrupted'),
 }
 # What srun and slurmstepd write to srun's stderr (20.11 to 25.05), and the kind of end that it speaks for.
 # The first that is found counts: "CANCELLED" stands beside most others.
@@ -18874,8 +18823,8 @@ STEP_STATES = {'OUT_OF_MEMORY': 'memory', 'NODE_FAIL': 'node', 'BOOT_FAIL': 'nod
 
 def read_step_outcome(reason: str) -> str:
     """The reason of an end that a runner has written -> which of STEP_OUTCOMES it was, or ''."""
-    return next((kind for kind, outcome in STEP_OUTCOMES.items()
-                 if outcome.meaning and reason.startswith(outcome.meaning.partition('{')[0])), '')
+    return next((kind for kind, (meaning, _) in STEP_OUTCOMES.items()
+                 if meaning and reason.startswith(meaning.partition('{')[0])), '')
 
 
 def read_step_sign(text: str) -> str:
@@ -18941,11 +18890,6 @@ SSTAT_FORMAT = 'JobID,AveCPU,MaxRSS'
 SACCT_FORMAT = 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State'
 
 
-class StepSample(Row):
-    """What sstat says of a step that runs. None: it does not know."""
-    cpu_s: Optional[float]
-    memory_bytes: Optional[int]
-
 
 class StepRecord(Row):
     """What sacct says of a step; None: nothing. Six columns of slurm_stats, and how it ended."""
@@ -18968,17 +18912,18 @@ class StepRecord(Row):
         return self.max_rss_bytes is not None or self.ave_cpu_seconds is not None
 
 
+
 STATS_FIELDS = StepRecord._fields[:6]
 
 
-def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
-    """Output of sstat in SSTAT_FORMAT -> number of a step -> figures, for these numbers. Of a single step it
-    may be without the id, as on the page "Slurm Job Step Monitoring"."""
+def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, Tuple[Optional[float], Optional[int]]]:
+    """Output of sstat in SSTAT_FORMAT -> number of a step -> seconds of CPU and bytes, where known, for these
+    numbers. Of a single step it may be without the id, as on the page "Slurm Job Step Monitoring"."""
     rows = read_slurm_rows(text, 3)
     if len(numbers) == 1 and not rows:
         rows = [['.' + number, *row] for number in numbers for row in read_slurm_rows(text, 2)]
     # '13.2', '26_5.2', '13+0.2': the number behind the point names the step within its job.
-    samples = {step_id.rpartition('.')[2]: StepSample(parse_slurm_cpu_time(cpu), parse_slurm_memory(size))
+    samples = {step_id.rpartition('.')[2]: (parse_slurm_cpu_time(cpu), parse_slurm_memory(size))
                for step_id, cpu, size in rows if '.' in step_id}
     return {number: sample for number, sample in samples.items()
             if number in numbers and sample != (None, None)}
@@ -19275,11 +19220,9 @@ class RunOutcome(Row):
 
 # -------- what all parts are --------
 
-
 class Part:
     """One concern of a runner. It is made from the NodeContext and from parts made before it, and calls only
-    these; what must go the other way is data in the context, or is carried by the loop. None blocks.
-    """
+    these; what must go the other way is data in the context, or is carried by the loop. None blocks."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -19317,7 +19260,6 @@ class Backoff:
 
 # -------- a node's size, and what is taken of it --------
 
-
 class NodeSize(Row):
     """What a node has to give."""
     num_cpus: int
@@ -19337,7 +19279,9 @@ def measure_node(options: RunnerOptions, root: str = '') -> NodeSize:
     `root` is a prefix of /proc, /sys and /dev."""
     num_cpus = max(1, int(min(len(os.sched_getaffinity(0)), read_cpu_quota(root))))
     all_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    memory_bytes = int(min(read_memory_limit(root), read_available_memory(root), all_bytes))
+    # what can be had without swapping (proc(5), meminfo)
+    free_kb = read_counter(read_proc_text(root + '/proc/meminfo'), b'MemAvailable') or math.inf
+    memory_bytes = int(min(read_memory_limit(root), free_kb * 1024, all_bytes))
     return limit_size(NodeSize(num_cpus, memory_bytes, visible_devices(options.num_gpus, root)), options)
 
 
@@ -19451,7 +19395,6 @@ class Ledger:
 
 # -------- attempts and their states --------
 
-
 ATTEMPT_STATES = {      # ... and what may follow. '': the runner forgets the attempt
     'claimed':    ('running', 'ended', ''),     # '': given back, reset, or given to others
     'running':    ('ended',),                   # stopped_for says whether it was asked to end
@@ -19534,7 +19477,6 @@ class Attempts:
 
 # -------- starting a job: its files, its environment --------
 
-
 def job_variables(attempt: Attempt, common: Dict[str, str], devices: Sequence[str]) -> Dict[str, str]:
     """A job's environment over the runner's: its own, its GPUs, and ours; later ones win."""
     own = {'TORC_JOB_ID': str(attempt.id), 'TORC_JOB_NAME': attempt.name,
@@ -19554,7 +19496,6 @@ def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> 
 
 
 # -------- what an end means --------
-
 
 class Verdict(Row):
     """What an end means."""
@@ -20103,6 +20044,7 @@ class ServerLink(Part):
                                              workflow_id=context.workflow_id)
         except OUTAGES as error:
             self.on_no_answer(error)
+
 
     def plan_wait(self, wants: bool, tells: bool, most_s: float) -> None:
         """Before a request: once one that wanted jobs got none, the server may keep the next for a while."""
@@ -21451,24 +21393,24 @@ class SlurmStarter(Part):
                           attempt.stopped_for)
         if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt):
             kind = 'early'
-        config, outcome = self.context.config, STEP_OUTCOMES[kind]
+        config, (meaning, status) = self.context.config, STEP_OUTCOMES[kind]
         if kind == 'accounted':
             attempt.end = attempt.end._replace(return_code=step.code, signal_number=0)
-        if not outcome.status:
+        if not status:
             return judge_end(attempt.end, attempt.stopped_for, self.context.stop_signal,
                              config['timeout_exit_code'], attempt.stopped_by)
         code = attempt.end.return_code
         number = {'early': self.early_number, 'timeout': signal.SIGTERM}.get(kind, code - 128)
-        message = outcome.meaning.format(signal=format_signal(number))
+        message = meaning.format(signal=format_signal(number))
         if kind in ('timeout', 'early'):
             verdict = judge_end(attempt.end, 'deadline', number, config['timeout_exit_code'])
             return verdict._replace(message=message)
-        is_interrupted = outcome.status == 'interrupted'
+        is_interrupted = status == 'interrupted'
         if is_interrupted or kind == 'memory':
             message = ': '.join(filter(None, (message, step.notes.failure or step.text)))
         if kind in ('no step', 'no start') and not attempt.stopped_for:
             self.context.pause(message)
-        return Verdict('terminated' if is_interrupted else outcome.status,
+        return Verdict('terminated' if is_interrupted else status,
                        config['oom_exit_code'] if kind == 'memory' else code, message, is_interrupted)
 
     def has_died_early(self, attempt: Attempt) -> bool:
@@ -21624,12 +21566,11 @@ class Accounting(Part):
         just ended."""
         now, at, settings = time.monotonic(), int(time.time()), self.monitor.settings
         self.sample_at = now + settings.interval_s
-        for number, sample in read_step_samples(reply.out, set(asked)).items():
+        for number, (cpu_s, memory_bytes) in read_step_samples(reply.out, set(asked)).items():
             attempt = asked[number]
-            percent = attempt.step.usage.add(now, *sample)
+            percent = attempt.step.usage.add(now, cpu_s, memory_bytes)
             if percent is not None and settings.has_job_series:
-                self.monitor.series.add_job(attempt.id, attempt.name, (
-                    at, percent, sample.memory_bytes or 0, 1))
+                self.monitor.series.add_job(attempt.id, attempt.name, (at, percent, memory_bytes or 0, 1))
 
     # ---- sacct ----
 
@@ -21674,7 +21615,6 @@ class Accounting(Part):
 # cannot be asked, what the environment says counts, and other nodes are taken to be like this one.
 
 FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
-SLURM_FACT = Expression(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 GRANTED = Expression(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = Expression(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
 LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
@@ -21734,15 +21674,6 @@ class Allocation:
 # -------- what Slurm says of a job and its nodes --------
 
 
-def read_slurm_facts(line: str) -> Dict[str, str]:
-    """A line of `scontrol show -o` as a mapping. The first of a name counts."""
-    parts = SLURM_FACT.split(line)
-    facts = {}      # type: Dict[str, str]
-    for name, value in zip(parts[1::2], parts[2::2]):
-        facts.setdefault(name, value.strip())
-    return facts
-
-
 def find_job_line(text: str, job_id: str) -> str:
     """The line of a job in `scontrol show job -o`: an id may name the other tasks of an array, too."""
     lines = [line for line in text.splitlines() if re.match(f'JobId={job_id}\\b', line)]
@@ -21778,7 +21709,6 @@ def find_stepd() -> Tuple[int, str]:
 
 
 # -------- which job this is --------
-
 
 def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
     """The Slurm job around us, and what the user should know of it. None: there is none, or what the
@@ -21834,7 +21764,6 @@ def find_sizes(names: Sequence[str], granted: Dict[str, NodeSize], here: NodeSiz
 
 
 # -------- its end --------
-
 
 def find_cancellation(job_id: str) -> str:
     """Whether somebody has canceled a Slurm job that is ending: one sentence, or ''. Only sacct knows, which
@@ -21918,7 +21847,7 @@ class AllocationWatch(Part):
 # then runs no more actions, stays on that list until its lease is over, and its error (exit 3) says how the
 # journal is brought in. Signals and the end of its time stop jobs as ever.
 #
-# A new part is a class with `due` and `act`, and a line in Runner.parts: its place in the turn.
+# A new part is a class with `due` and `act`, and an entry of Runner.parts: its place in the turn.
 
 
 class Wakeup:
@@ -22264,19 +22193,9 @@ class Runner:
         self.drain = OfflineDrain(context)
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.has_survey = False     # the server has said which jobs will never run here
-        self.parts = [              # in the order of a turn; then comes the exchange with the server
-            launcher,
-            starter,
-            *filter(None, [self.accounting]),
-            self.monitor,
-            watch,
-            link,
-            self.shutdown,
-            self.completions,
-            self.actions,
-            self.dispatcher,
-            self.drain,
-        ]
+        # In the order of a turn; then comes the exchange with the server.
+        self.parts = [launcher, starter, *filter(None, [self.accounting]), self.monitor, watch, link,
+                      self.shutdown, self.completions, self.actions, self.dispatcher, self.drain]
 
     # ---- the loop ----
 
@@ -22978,11 +22897,8 @@ def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
 
 
 def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None) -> JobUse:
-    """Why a job failed: by evidence, else by Torc's table of flags.
-
-    `state`: Slurm's word for the end of its step, where sacct was asked. `max_rss_bytes`: what the accounting
-    measured.
-    """
+    """Why a job failed: by evidence, else by Torc's table of flags. `state`: Slurm's word for the end of its
+    step, where sacct was asked. `max_rss_bytes`: what the accounting measured."""
     peak = max(use.result.get('peak_memory_bytes') or 0, max_rss_bytes or 0)
     if peak:
         use = use._replace(result=dict(use.result, peak_memory_bytes=peak))
@@ -23666,9 +23582,7 @@ def host_status(order: Order) -> HostAnswer:
 
 def host_start(order: Order) -> Optional[HostAnswer]:
     """The order `start`: start the worker, unless there is one. With a port: hold the tunnel behind it.
-
-    `needs_tunnel` in the answer: the server cannot be reached without one.
-    """
+    `needs_tunnel` in the answer: the server cannot be reached without one."""
     stem, port = worker_stem(order), order.get('port')
     os.chdir(os.path.expanduser(order['directory']))
     with open(stem + '.lock', 'a') as lock:
@@ -23829,10 +23743,8 @@ def host_collect(order: Order) -> None:
 
 
 def host_delete(order: Order) -> HostAnswer:
-    """The order `delete`: remove the workflow's files; with `known` only those, as they were.
-
-    Journals hold results that the server may not have: they are removed only where they are known.
-    """
+    """The order `delete`: remove the workflow's files; with `known` only those, as they were. Journals hold
+    results that the server may not have: they are removed only where they are known."""
     directory, known, counts = log_directory(order), order['known'], [0, 0]
     prefix = worker_stem(order)[:-len(socket.gethostname())]
     for path in glob.glob(glob.escape(prefix) + '*.json'):      # hosts may share the directory
@@ -23904,10 +23816,8 @@ class Ssh(Row):
         return answer
 
     def fetch(self, worker: str, order: Order, directory: str) -> Dict[str, List[int]]:
-        """Bring a worker's files into a directory. All that are there then, by size_and_time().
-
-        What is there is not fetched again: a call that was interrupted is continued by the next one.
-        """
+        """Bring a worker's files into a directory. All that are there then, by size_and_time(). What is there
+        is not fetched again: a call that was interrupted is continued by the next one."""
         known = {name: size_and_time(file)
                  for name, file in workflow_files(directory, order['workflow_id'], log.warning)}
         self.ask(worker, dict(order, verb='status'))    # it has the program afterwards
@@ -24051,10 +23961,8 @@ class Tunnels:
             time.sleep(pause_s)
 
     def connect(self, worker: str, order: Order, port: int) -> Tuple[Optional[HostAnswer], int, TorcError]:
-        """One connection, until it ends: the last answer, the port, why it ended.
-
-        The port stays where it can: jobs, and workers without a token, know no other.
-        """
+        """One connection, until it ends: the last answer, the port, why it ended. The port stays where it
+        can: jobs, and workers without a token, know no other."""
         answer, last, failure = None, b'', None     # type: Optional[HostAnswer], bytes, Optional[TorcError]
         host = f'[{self.target.host}]' if ':' in self.target.host else self.target.host
         way = f'127.0.0.1:{port}:{host}:{self.target.port}'
@@ -33036,7 +32944,7 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
         if argv is None and parsed.command is not None and parsed.command.name in RUNNER_COMMANDS:
             importlib.import_module('http.client')      # here, once: the runner and its server need it
             session.keeper = keep(KEEPER_CALLS)
-        with logging_at_level(parsed), logging_with(logging.StreamHandler(err), LogLines()):
+        with logging_at_level(parsed), logging_with(logging.StreamHandler(err), LogLines(LOG_FORMAT)):
             code = run_command(parsed, session)
             session.leave()
         out.flush()
