@@ -1210,11 +1210,9 @@ def is_deleted(path: str) -> bool:
 # says, or one BadInput with line, column, the line itself and the cure. What a reader does not know it
 # refuses.
 #
-# A reader walks one text with one offset and compiled expressions: no tokens, no list of lines. The
-# expressions that take a whole simple line at once carry the speed; everything else may be slow but is never
+# Expressions that take a whole simple line at once carry the speed; everything else may be slow but is never
 # worse than linear. Values are dict, list, str, int, float, bool, None. A number whose source text says more
-# than str() would (007, 1.10, 0x1F) is an Int or Float that keeps it as `raw`, so that a text field may take
-# it as it was written.
+# than str() would (007, 1.10, 0x1F) keeps it as `raw`: a text field takes it as it was written.
 #
 # Where a value came from: `positions` maps id(container) -> [offset of the container, offset of its first
 # entry, ...] in order of insertion. Lines and columns are counted only on demand.
@@ -3201,12 +3199,10 @@ class SpecContext:
 
     def fill(self, value: Any) -> Any:
         """A value with {variables} replaced in every text, in one pass: what is put in stays."""
-        return map_texts(value, lambda text: PARAMETER.sub(self.fill_token, text))
-
-    def fill_token(self, match: Any) -> str:
-        """The text of a variable for its {name} or {name:format}; what is none stays."""
-        name, spec = match.groups()
-        return format_value(self.variables[name], spec or '') if name in self.variables else match.group()
+        def constant(match: Any) -> str:
+            name, spec = match.groups()
+            return format_value(self.variables[name], spec or '') if name in self.variables else match.group()
+        return map_texts(value, lambda text: PARAMETER.sub(constant, text))
 
 
 class Block(dict):
@@ -4419,10 +4415,8 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 
 # ======== 5d. Plan views: the order of execution, and help ========
 #
-# What people see of a plan, and of the fields of a workflow file. Nothing here changes a plan or asks for
-# one.
-#
-# The execution plan serves a spec's plan and a stored workflow alike, so it takes names and numbers, no plan.
+# What people see of a plan, and of the fields of a workflow file. The execution plan serves a spec's plan and
+# a stored workflow alike, so it takes names and numbers, no plan.
 
 
 # -------- execution plan --------
@@ -5622,15 +5616,12 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 
 # ======== 8. Service: the rules of a workflow, from states and access to dependencies and actions ========
 #
-# Sections 8 to 8i are plain verbs over a Store, with the same names as the operations of the API, in the
-# order of a job's life: what all verbs share (8), creation (8a), initialization and reset (8b), claims (8c),
-# completion (8d), compute nodes and a runner's turn (8e); why nothing runs (8f); rows that few rules hold
-# for (8g), administration (8h), and SQL that an administrator wrote (8i). They start no process, open no
-# socket and know no clock but the Store's. The caller holds a transaction, so that every verb happens whole
-# or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says
-# CROSS JOIN where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and
-# elsewhere it guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based
-# where it can be.
+# Sections 8 to 8k are plain verbs over a Store, with the same names as the operations of the API, in the
+# order of a job's life. They start no process, open no socket and know no clock but the Store's. The caller
+# holds a transaction, so that every verb happens whole or not at all. SQL of one use stands with the rule
+# that it is for; only the Store executes it. It says CROSS JOIN where the order of the tables matters: there
+# SQLite keeps it (sqlite.org/optoverview.html), and elsewhere it guesses, since nobody runs ANALYZE. A
+# workflow may have a million jobs: SQL is set-based where it can be.
 #
 # Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts,
 # completions and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt)
@@ -5679,7 +5670,7 @@ class Service:
         self.nodes = collections.defaultdict(NodeWord)  # type: Dict[int, NodeWord]  # by id
         self.listens_since = math.inf       # by clock: when nodes were first looked at
         # Workflow -> until when, and how many of its jobs have which status; of those with runners.
-        self.job_counts = {}                # type: Dict[int, Tuple[float, Dict[int, int]]]
+        self.job_counts = {}                # type: Dict[int, Tuple[float, Dict[str, int]]]
         # Ids of the workflows whose updates are wanted; anything with `in`.
         self.watched = frozenset()          # type: Any
         self.updates = []                   # type: List[Update]
@@ -6000,32 +5991,20 @@ def may_use(context: Context, workflow_id: Optional[int], user: str) -> bool:
                        [workflow_id, *names_of(user)]) is not None
 
 
-def check_may_use(context: Context, workflow_id: Optional[int], what: str) -> None:
-    """Refuse a limited caller what they have no access to, in the same words as what does not exist."""
-    if not may_use(context, workflow_id, context.caller):
-        raise Denied(f'{printable(context.caller)} has no access to {what}, or it was not found')
-
-
 def is_system_admin(context: Context, user: str) -> bool:
     """Whether a user is in the group of the administrators."""
     return context.one('SELECT 1 FROM user_group_membership JOIN access_group ON access_group.id = group_id '
                        'WHERE is_system = 1 AND user_name = ?', (user,)) is not None
 
 
-def speaks_for(context: Context, user: str) -> bool:
-    """Whether the caller may act in a user's name: their own; any for administrators or without names.
-    Unauthenticated callers may use any name that no user has: Torc's clients send that of their account."""
-    users = context.service.users
-    if context.is_restricted and context.caller == ANONYMOUS:
-        return users is None or user not in users.hashes
-    return not context.is_restricted or context.caller == user
-
-
 def new_owner(context: Context, wanted: Optional[str]) -> str:
     """Owner of a workflow that is being made."""
     if is_limited(context) and context.caller == ANONYMOUS:
         raise Denied('a workflow needs an owner: log in to make one')
-    if wanted and not speaks_for(context, wanted):
+    users, is_own = context.service.users, context.caller == wanted
+    if context.caller == ANONYMOUS:     # Torc's clients send the name of their account
+        is_own = users is None or wanted not in users.hashes
+    if wanted and context.is_restricted and not is_own:
         raise Denied(f'{printable(context.caller)} cannot make workflows in the name of {printable(wanted)}: '
                      'leave `user` out, or give the name that you log in with (TORC_USERNAME)')
     return wanted or context.caller
@@ -7107,16 +7086,14 @@ def is_workflow_complete(context: Context, workflow_id: int) -> Values:
 
 def is_workflow_uninitialized(context: Context, workflow_id: int) -> Values:
     """Whether no job has been initialized yet."""
-    touched = context.one('SELECT 1 FROM job WHERE workflow_id = ? '
-                          f'AND status NOT IN ({UNINITIALIZED}, {DISABLED}) LIMIT 1', (workflow_id,))
-    return {'is_uninitialized': touched is None}
+    touched = set(STATUS_NAMES) - {UNINITIALIZED, DISABLED}
+    return {'is_uninitialized': not has_jobs(context, workflow_id, touched)}
 
 
 def count_by_status(context: Context, workflow_id: int) -> Dict[str, int]:
-    """Status name -> number of jobs, zeros included."""
-    counts = dict(context.rows('SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status',
-                               (workflow_id,)))
-    return {row.name: counts.get(row.code, 0) for row in STATUSES}
+    """Status name -> number of jobs, without zeros."""
+    sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status ORDER BY status'
+    return {STATUS_NAMES[status]: count for status, count in context.rows(sql, (workflow_id,))}
 
 
 def get_workflow_status(context: Context, workflow_id: int) -> Values:
@@ -7133,7 +7110,8 @@ def get_workflow_status(context: Context, workflow_id: int) -> Values:
         "(SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ?1 AND status = 'active') "
         'FROM span', (workflow_id, context.time))
     return {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
-            'total_jobs': sum(counts.values()), 'jobs_by_status': counts,
+            'total_jobs': sum(counts.values()),
+            'jobs_by_status': {**dict.fromkeys(STATUS_CODES, 0), **counts},
             **is_workflow_complete(context, workflow_id),
             'unserved_ready_labels': count_unserved_labels(context, workflow_id),
             'total_exec_time_minutes': total_minutes,
@@ -7208,9 +7186,7 @@ def list_required(context: Context, workflow_id: int, table: str, condition: str
 # ======== 8b. Initialization: making jobs ready, resetting them, and seeing what changed ========
 #
 # Initialize builds the dependency sets and makes every job ready or blocked; reset begins a new run
-# generation or sets jobs back. Change detection finds finished jobs that would do something else now. All of
-# it is set-based SQL: a workflow may have 100,000 jobs. Provenance stands first, because a run that begins is
-# described there.
+# generation or sets jobs back. Change detection finds finished jobs that would do something else now.
 
 
 # -------- provenance --------
@@ -7347,8 +7323,8 @@ def note_if_complete(context: Context, workflow_id: int) -> None:
     if not state.is_canceled and context.one(
             'SELECT 1 FROM event WHERE workflow_id = ? AND instr(data, ?) = 1 ORDER BY timestamp DESC '
             'LIMIT 1', (workflow_id, format_json(data)[:-1] + ',')) is None:
-        counts = {name: count for name, count in count_by_status(context, workflow_id).items() if count}
-        is_bad = any(counts.get(row.name) for row in STATUSES if row.is_bad)
+        counts = count_by_status(context, workflow_id)
+        is_bad = any(row.name in counts for row in STATUSES if row.is_bad)
         record_event(context, workflow_id, dict(
             data, message=f'Workflow {workflow_id} has ended: {format_counts(counts)}',
             jobs_by_status=counts), 'warning' if is_bad else 'info')
@@ -7939,8 +7915,8 @@ def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str
         return WAIT_REASONS['limit']
     groups = group_lacks(select_kinds(context, state.id, KIND_QUERY), want)
     if not groups:
-        waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
-        return WAIT_REASONS['not_ready'].format(', '.join(waiting) or 'there are none')
+        counts = count_by_status(context, state.id)
+        return WAIT_REASONS['not_ready'].format(format_counts(counts) if counts else 'there are none')
     return WAIT_REASONS['no_room'] if '' in groups else '; '.join(
         name_lacks(context, groups, f'status = {READY}'))
 
@@ -8285,8 +8261,7 @@ def return_claims(context: Context, job_ids: Ids) -> None:
 # and may have started, is to run again. Such an assumed end has return code -128 and is its job's current
 # result. What really happened beats it: whoever reports an attempt that no other living node holds is
 # believed, unless a later attempt may have begun, or a reset has taken it back. Runners and their journals
-# are also believed in attempts that the database knows nothing of: it may be an older copy of itself, put
-# back after a disk was lost.
+# are also believed in attempts that the database, perhaps an older copy of itself, knows nothing of.
 
 def known_ends(context: Context, state: WorkflowState, job: JobState, run_id: int,
                attempt_id: int) -> List[Tuple[int, int]]:
@@ -8551,9 +8526,7 @@ def list_workflow_statuses(context: Context, ids: Ids, counts: bool = False) -> 
         rows = [row for row in rows if may_use(context, row[0], context.caller)]
     answer = {'statuses': {str(workflow_id): word for workflow_id, word in rows}}      # type: Values
     if counts:
-        sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status'
-        answer['counts'] = {str(row[0]): {STATUS_NAMES[status]: number
-                                          for status, number in context.rows(sql, row[:1])} for row in rows}
+        answer['counts'] = {str(row[0]): count_by_status(context, row[0]) for row in rows}
     return answer
 
 
@@ -8563,9 +8536,7 @@ def list_workflow_statuses(context: Context, ids: Ids, counts: bool = False) -> 
 # each call that adds jobs is one generation of it, and leaves a user data record
 # __torc_lineage__<lineage>__g<number> with what the caller wants to remember. The same call again, from a
 # second attempt say, adds nothing and gets the first answer. When a job starts over (initialize, after it was
-# set back), what it had spawned goes, with its records and results: it will spawn anew, perhaps something
-# else. So no loop goes on with the jobs of an earlier run, and the cap on generations counts those of this
-# run.
+# set back), what it had spawned goes, with its records and results: it will spawn anew.
 
 def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
     """Add jobs that wait for a running one and those they name. With `state` and no jobs: end the lineage."""
@@ -8673,12 +8644,7 @@ def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: 
     record_event(context, workflow_id, dict(
         task, category='tasks', event_type='task_completed', task_id=task_id, user=context.caller,
         message=f"Task {task_id} (initialize_jobs) {task['status']}"), 'error' if error else 'info')
-    return Accepted(get_task(context, task_id))
-
-
-def get_task(context: Context, task_id: int) -> Values:
-    """One task."""
-    return get_row(context, 'task', task_id)
+    return Accepted(get_row(context, 'task', task_id))
 
 
 def get_active_task_for_workflow(context: Context, workflow_id: int) -> Values:
@@ -8932,13 +8898,12 @@ def note_refusal(context: Context, workflow_id: int, action_id: int, count: int,
 COUNTS_AGE_S = 1.0      # of the counts of jobs that are shown: of 100,000 they take 10 ms
 
 
-def job_counts(context: Context, workflow_id: int, is_exact: bool = False) -> Dict[int, int]:
-    """Status code -> number of jobs of a workflow, for people: perhaps as they were a second ago."""
+def job_counts(context: Context, workflow_id: int, is_exact: bool) -> Dict[str, int]:
+    """As count_by_status(), for people: perhaps as they were a second ago."""
     service = context.service
     until, counts = service.job_counts.get(workflow_id, (-math.inf, {}))
     if is_exact or service.clock() >= until:
-        sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status'
-        counts = {**dict.fromkeys(STATUS_NAMES, 0), **dict(context.rows(sql, (workflow_id,)))}
+        counts = count_by_status(context, workflow_id)
         service.job_counts[workflow_id] = service.clock() + COUNTS_AGE_S, counts
     return counts
 
@@ -9317,13 +9282,13 @@ def describe_progress(context: Context, state: WorkflowState, node_id: int, is_d
     claimable = has_jobs(context, state.id, ACTIVE) or has_jobs(context, state.id, (READY,)) \
         and not (is_denied and is_last_node(context, state.id, node_id))
     counts = job_counts(context, state.id, is_exact=not claimable)      # who leaves tells them
-    unfinished = 0 if is_over else max(1, sum(counts[code] for code in NOT_DONE))
+    unfinished = 0 if is_over else max(1, sum(counts.get(STATUS_NAMES[code], 0) for code in NOT_DONE))
     actions = context.value(
         f'SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND NOT persistent AND {IS_FREE} '
         f"AND action_type = 'run_commands' AND {IS_GATED}", (state.id,))
     return {'is_complete': is_over or state.is_canceled, 'is_canceled': state.is_canceled,
             'unfinished': unfinished, 'claimable': claimable, 'pending_actions': actions,
-            'jobs_by_status': {STATUS_NAMES[code]: count for code, count in counts.items() if count}}
+            'jobs_by_status': counts}
 
 
 def has_news(context: Context, workflow_id: int) -> bool:
@@ -9636,58 +9601,44 @@ def measure_span(ordered: Sequence[int]) -> Optional[Values]:
 
 # ======== 8g. Resources: rows that few rules hold for, one by one and in lists ========
 #
-# RESOURCES says which table and view a noun has and what a list of it may be asked for. The usual operations
+# A resource has the name of its table. FILTERS says what a list of it may be asked for. The usual operations
 # serve all of them; what a rule holds for has a verb of its own.
 
 
 # -------- lists --------
 
-class Resource(Row):
-    """A noun with the usual operations on the rows of one table, which has its name."""
-    model: str                  # of its rows
-    # query parameter -> condition with one ?; other parameters compare for equality
-    filters: Dict[str, str] = {}
-
-
 CONTAINS = 'instr(lower({0}), lower(?)) > 0'
-RESOURCES = {
-    'workflow': Resource('WorkflowModel', {
+FILTERS = {     # resource -> query parameter -> condition with one ?; other parameters compare for equality
+    'workflow': {
         'description': CONTAINS.format('description'),
         'access_group': 'id IN (SELECT workflow_id FROM workflow_access_group '
-                        "WHERE instr(?, ',' || group_id || ',') > 0)"}),
-    'job': Resource('JobModel', {
+                        "WHERE instr(?, ',' || group_id || ',') > 0)"},
+    'job': {
         'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
         'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
         'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = '
                            'dep_member.dep_set_id WHERE dep_member.job_id = ?)',
         'active_compute_node_id': f'status = {RUNNING} AND compute_node_id = ?',
         'origin_is_set': '(origin IS NOT NULL) = ?',
-        'labels': "instr(?, char(10) || ifnull(labels, '') || char(10)) > 0"}),
-    'file': Resource('FileModel', {
+        'labels': "instr(?, char(10) || ifnull(labels, '') || char(10)) > 0"},
+    'file': {
         'path': CONTAINS.format('path'),
         'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
-        'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'}),
-    'user_data': Resource('UserDataModel', {
+        'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'},
+    'user_data': {
         'name': CONTAINS.format('name'),
         'consumer_job_id': 'id IN (SELECT user_data_id FROM job_input_user_data WHERE job_id = ?)',
-        'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
-    'resource_requirements': Resource('ResourceRequirementsModel', {
+        'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'},
+    'resource_requirements': {
         'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job '
                   'JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)',
-        'runtime': '? IN (runtime, CAST(runtime_s AS TEXT))'}),
-    'failure_handler': Resource('FailureHandlerModel'),
-    'slurm_scheduler': Resource('SlurmSchedulerModel'),
-    'local_scheduler': Resource('LocalSchedulerModel'),
-    'scheduled_compute_node': Resource('ScheduledComputeNodesModel'),
-    'compute_node': Resource('ComputeNodeModel', {
+        'runtime': '? IN (runtime, CAST(runtime_s AS TEXT))'},
+    'compute_node': {
         'hostname': CONTAINS.format('hostname'),
-        'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"}),
-    'result': Resource('ResultModel', {'all_runs': '(? OR is_current = 1)'}),
-    'slurm_stats': Resource('SlurmStatsModel'),
-    'ro_crate_entity': Resource('RoCrateEntityModel'),
-    'event': Resource('EventModel', {
-        'category': "has_member(data, 'category', ?)", 'after_timestamp': 'timestamp > ?'}),
-}
+        'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"},
+    'result': {'all_runs': '(? OR is_current = 1)'},
+    'event': {'category': "has_member(data, 'category', ?)", 'after_timestamp': 'timestamp > ?'},
+}   # type: Dict[str, Dict[str, str]]
 VIEWS = {'job': 'job_view', 'result': 'result_view'}    # what is read of a resource; of others, the table
 
 
@@ -9702,7 +9653,7 @@ def check_sort_field(sort_by: str, names: Sequence[str]) -> None:
 def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX_LIST_ITEMS,
               sort_by: str = '', reverse_sort: bool = False, **filters: Any) -> Values:
     """One page of a list: filtered, sorted (by id among equals), with the total count under the filters."""
-    view, known = VIEWS.get(resource, resource), RESOURCES[resource].filters
+    view, known = VIEWS.get(resource, resource), FILTERS.get(resource, {})
     limit = page_size(offset, limit)
     if resource in VIEWS and 'status' in filters:
         filters['status'] = STATUS_CODES[filters['status']]
@@ -9812,8 +9763,7 @@ def create_rows(context: Context, resource: str, body: Values) -> Values:
 
 def create_requirements(context: Context, resource: str, body: Values) -> Values:
     """Add resource requirements; memory and runtime must be readable."""
-    workflow_state(context, body['workflow_id'])
-    return read_row(context, resource, context.insert(resource, complete_requirements(body)))
+    return create_row(context, resource, complete_requirements(body))
 
 
 def newest_id(context: Context, table: str, workflow_id: int) -> int:
@@ -9947,8 +9897,8 @@ def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Va
 
 # ======== 8h. Administration: access groups, the server itself, output of jobs, and event streams ========
 #
-# Who is in which group, and which groups may use which workflow; the rules that these serve stand in section
-# 8. Then what a server says of itself, and what may be subscribed to.
+# Who is in which group, and which groups may use which workflow (see 8); what a server says of itself, and
+# what may be subscribed to.
 
 
 # -------- access groups --------
@@ -10306,19 +10256,6 @@ def check_statement(sql: str, writes: bool, allows_full_table: bool) -> None:
                       'allow it with allow_full_table')
 
 
-@contextlib.contextmanager
-def reading_only(connection: sqlite3.Connection) -> Iterator[None]:
-    """While the block runs, statements change nothing, and are interrupted when they take long."""
-    deadline = time.monotonic() + ADMIN_SQL_S
-    connection.execute('PRAGMA query_only = ON')
-    connection.set_progress_handler(lambda: int(time.monotonic() > deadline), ADMIN_SQL_STEPS)
-    try:
-        yield
-    finally:
-        connection.set_progress_handler(None, 0)
-        connection.execute('PRAGMA query_only = OFF')
-
-
 def unused_name(name: str, taken: Iterable[str]) -> str:
     """A name that is none of these: this one, or with a number from 2 on."""
     numbered = (f'{name}_{number}' for number in itertools.count(2))
@@ -10359,8 +10296,7 @@ def admin_sql(context: Context, body: Values) -> Values:
     wanted = body.get('limit')
     limit = max(1, min(MAX_LIST_ITEMS if wanted is None else wanted, MAX_LIST_ITEMS))
     if not writes:
-        with reading_only(context.connection):
-            return execute_statement(context, body['sql'], limit)
+        return read_sql(context, body['sql'], limit)
     try:
         answer = write_sql(context, body['sql'], limit, is_dry)
     except Refused as error:
@@ -10370,6 +10306,18 @@ def admin_sql(context: Context, body: Values) -> Values:
     if not is_dry:
         add_audit(context, body, answer['rows_affected'], None)
     return answer
+
+
+def read_sql(context: Context, sql: str, limit: int) -> Values:
+    """Execute a statement that can change nothing, and is interrupted when it takes long."""
+    connection, deadline = context.connection, time.monotonic() + ADMIN_SQL_S
+    context.run('PRAGMA query_only = ON')
+    connection.set_progress_handler(lambda: int(time.monotonic() > deadline), ADMIN_SQL_STEPS)
+    try:
+        return execute_statement(context, sql, limit)
+    finally:
+        connection.set_progress_handler(None, 0)
+        context.run('PRAGMA query_only = OFF')
 
 
 def write_sql(context: Context, sql: str, limit: int, is_dry: bool) -> Values:
@@ -10594,7 +10542,11 @@ def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool
             raise Refused(f"workflow {workflow_id} has {counted(count, 'allocation')} that may run: wait for "
                           f'their end, or cancel it first (torc.py cancel {workflow_id})')
     reset, times = sorted(set(body['reset'])), times_by_id(body.get('files') or {})
-    check_recoverable(context, workflow_id, reset, (*RECOVERABLE, *ACTIVE) if dry_run else RECOVERABLE)
+    check_owned(context, 'job', workflow_id, reset)
+    for name, status in rows_by_ids(context, 'SELECT name, status FROM job WHERE id IN', reset):
+        if status not in RECOVERABLE and not (dry_run and status in ACTIVE):
+            raise Refused(f'job {name} is {STATUS_NAMES[status]}: only failed, terminated, canceled and '
+                          'pending_failed ones are recovered')
     check_owned(context, 'file', workflow_id, times)
     with context.savepoint(keeps=not dry_run):
         suffix = f'run{state.run_id + 1}'
@@ -10617,16 +10569,6 @@ def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool
             'requirements': changed, 'changed': [
                 {'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
                 for job_id, reason in sorted(reasons.items())], **({'demand': demand} if dry_run else {})}
-
-
-def check_recoverable(context: Context, workflow_id: int, job_ids: Ids, statuses: Sequence[int]) -> None:
-    """Refuse jobs of other workflows, and those that did not end badly."""
-    check_owned(context, 'job', workflow_id, job_ids)
-    wrong = [(name, status) for name, status in rows_by_ids(context, 'SELECT name, status FROM job WHERE id '
-                                                            'IN', job_ids) if status not in statuses]
-    if wrong:
-        raise Refused(f'job {wrong[0][0]} is {STATUS_NAMES[wrong[0][1]]}: only failed, terminated, canceled '
-                      'and pending_failed ones are recovered')
 
 
 def correct_requirements(context: Context, workflow_id: int, row: Values, suffix: str) -> Values:
@@ -11553,11 +11495,11 @@ def check_model(path: str, model: str, value: Any, is_partial: bool = False) -> 
 
 # ======== 9a. Routes: operations, and the way from a request to a verb ========
 #
-# RESOURCES says what a list may be asked for, ROUTES which verb answers. An endpoint is a row. Two ways lead
-# in: parse_call and answer_call for HTTP (bytes in, status and value out; only the second one needs the
-# store), and call_operation for callers in the same process. Both give the same values.
+# ROUTES says which verb answers: an endpoint is a row. Two ways lead in: parse_call and answer_call for HTTP
+# (bytes in, status and value out; only the second one needs the store), and call_operation for callers in the
+# same process. Both give the same values.
 #
-# Where access is enforced, call_route() asks before every verb whether the caller has access to the workflow
+# Where access is enforced, carry_out() asks before every verb whether the caller has access to the workflow
 # that the request is about. An operation about none is refused, unless OPEN_OPERATIONS lists it: what is
 # forgotten is closed.
 #
@@ -11601,10 +11543,11 @@ def route_to(method: str, path: str, verb: Callable[..., Any], **fields: Any) ->
 def usual_routes(resource: str, plural: str, filters: str = '', without: Sequence[str] = (),
                  **others: Dict[str, Any]) -> Iterator[Route]:
     """The routes of a resource: the usual operations but those `without`; `others` have other fields."""
+    model = resource.title().replace('_', '') + 'Model'
     for operation, row in USUAL_OPERATIONS.items():
         if operation not in without:
             fields = {field: value if field == 'verb' else
-                      value.format(one=resource, all=plural, model=RESOURCES[resource].model)
+                      value.format(one=resource, all=plural, model=model)
                       for field, value in zip(Route._fields, row)}
             fields.update(others.get(operation, {}), resource=resource)
             if operation == 'list':
@@ -11691,7 +11634,7 @@ ROUTES = (
     route_to('PUT', '/jobs/{job_id}/manage_status_change/{status}/{run_id}', manage_status_change),
     route_to('POST', '/jobs/{job_id}/spawn_jobs', spawn_jobs, body='SpawnJobsRequest'),
 
-    route_to('GET', '/tasks/{task_id}', get_task),
+    route_to('GET', '/tasks/{row_id}', read_row, resource='task', name='get_task'),
 
     *usual_routes('file', 'files', 'produced_by_job_id:int name:str path:str is_output:bool'),
     route_to('POST', '/bulk_files', create_rows, body='FilesModel', resource='file', name='create_files'),
@@ -11731,7 +11674,8 @@ ROUTES = (
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
                   'scheduler_id:int scheduler_config_id:int status:str',
-                  update={'verb': update_scheduled_compute_node}),
+                  create={'body': 'ScheduledComputeNodesModel'},
+                  update={'verb': update_scheduled_compute_node, 'body': '?ScheduledComputeNodesModel'}),
     route_to('GET', '/scheduled_compute_nodes/{row_id}/output', get_allocation_output,
              resource='scheduled_compute_node', query='stream:str begin:int'),
     route_to('POST', 'take_submission', take_submission, body='SubmissionRequest'),
@@ -11802,7 +11746,7 @@ OPEN_OPERATIONS = frozenset((
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
     'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth', 'make_page_key'))
 # First parameter of a path -> table of what it names; row_id: the route's resource.
-TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}
+TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node'}
 
 
 # Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
@@ -11910,16 +11854,6 @@ def prepare_call(route: Route, parameters: Dict[str, Any], body: Any) -> Call:
     return Call(route, arguments)
 
 
-def call_route(context: Context, call: Call) -> Any:
-    """Let the verb answer, if the caller may ask it."""
-    route, arguments = call
-    if is_limited(context) and route.name not in OPEN_OPERATIONS:
-        check_route_access(context, route, arguments)
-    if 'workflow_id' in arguments and route.name not in OPEN_OPERATIONS:
-        context.state = workflow_state(context, arguments['workflow_id'])
-    return route.verb(context, *([route.resource] if route.resource else ()), **arguments)
-
-
 def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]) -> None:
     """Refuse a limited caller what is about a workflow that they have no access to, or about no workflow."""
     about = [(number, f'workflow {number}') for name, number in arguments.items() if name == 'workflow_id']
@@ -11937,8 +11871,9 @@ def check_route_access(context: Context, route: Route, arguments: Dict[str, Any]
         rows = [body, *(row for row in itertools.chain.from_iterable(lists) if isinstance(row, dict))]
         named = {row['workflow_id'] for row in rows if type(row.get('workflow_id')) is int}
         about += [(number, f'workflow {number}') for number in named]
-    for workflow_id, what in about:
-        check_may_use(context, workflow_id, what)
+    for workflow_id, what in about:     # in the same words whether or not it exists
+        if not may_use(context, workflow_id, context.caller):
+            raise Denied(f'{printable(context.caller)} has no access to {what}, or it was not found')
     if not about:
         check_admin(context)
 
@@ -11970,12 +11905,17 @@ def call_operation(context: Context, name: str, parameters: Dict[str, Any], body
 
 
 def carry_out(context: Context, call: Call) -> Any:
-    """Answer in a savepoint: of a verb that fails only what it has asked for in on_failure stays."""
+    """Let the verb answer, if the caller may ask it; if it fails, only what on_failure does stays."""
+    route, arguments = call
     try:
         with context.savepoint():
-            return call_route(context, call)
+            if is_limited(context) and route.name not in OPEN_OPERATIONS:
+                check_route_access(context, route, arguments)
+            if 'workflow_id' in arguments and route.name not in OPEN_OPERATIONS:
+                context.state = workflow_state(context, arguments['workflow_id'])
+            return route.verb(context, *([route.resource] if route.resource else ()), **arguments)
     except sqlite3.IntegrityError as error:
-        raise explain_integrity_error(error, call.arguments.get('body')) from None
+        raise explain_integrity_error(error, arguments.get('body')) from None
     except TorcError:
         if context.on_failure is not None:
             context.on_failure()
