@@ -16667,6 +16667,7 @@ class DrawnFormsTest(unittest.TestCase):
             self.assertEqual(len(usual.splitlines()), len(text.splitlines()), form)
         self.assertEqual(len(self.NODES), len(re.findall(r'(?m)^  n\d \[label="(?:[^"\\]|\\.)*", color="#\w+"(?:, shape=note)?\];$', torc.format_links(graph, is_dot=True))))
         self.assertEqual(len(self.NODES), len(re.findall(r'(?m)^  n\d\["[\w .,:/#;-]*<br/>[\w ,]*"\]$', torc.format_links(graph))))
+        self.assertIsNone(re.search(r'(?<!\\)[`<>|*_\[]', torc.quote_markdown(MARKUP)))
         self.assertNotIn('var(', torc.format_svg_file(graph, torc.PLAIN))
 
 
@@ -17638,6 +17639,11 @@ class ReportTest(CommandTest):
             self.assertIn(words, shown.text)
         self.assertNotIn('\n11\n', shown.text)     # only the last lines
         self.assertEqual(2, page.count('<svg '))
+        text = self.text('report 1 -f md')
+        self.assertIsNone(ACTS.search(text))
+        self.assertEqual([], re.findall(r'(?m)^(?! {4}).*(?<!\\)<(?!br/>)', text))
+        self.assertIn('```mermaid\nflowchart LR\n', text)
+        self.assertIn('\n    30\n    <script>x</script>\n', text)
         found = self.json('report 1')
         self.assertEqual((1, ['work_2'], 3), (found['failure_count'], [item['job_name'] for item in found['failures']], len(found['graph']['nodes'])))
         self.assertIn({'requirements': 'small', 'resource': 'runtime', 'jobs': 2, 'asked': 600.0}, [

@@ -25143,18 +25143,19 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
 
 # ======== 19c. Reports of a workflow: its graph and timeline as files, and one page about all ========
 #
-# What the server draws (see Drawings) becomes SVG, DOT, Mermaid or text. A report has no script and loads
-# nothing. What users have written is escaped as the place wants it: xml_text, quote_dot, quote_mermaid.
+# What the server draws (see Drawings) becomes SVG, DOT, Mermaid or text. A report is a list of parts, (kind,
+# content...), which REPORT_PARTS writes; it has no script and loads nothing. What users have
+# written is escaped as the place wants it: xml_text, quote_dot, quote_mermaid, quote_markdown.
 
 ENDINGS = {'.svg': 'svg', '.dot': 'dot', '.gv': 'dot', '.mmd': 'mermaid', '.txt': 'text', '.json': 'json',
-           '.html': 'html', '.htm': 'html'}     # of a file -> its form
+           '.html': 'html', '.htm': 'html', '.md': 'md'}        # of a file -> its form
 IN_FILE = PLAIN._replace(is_unicode=True)
 PAINTS = {      # of a node of the graph: that of the first of these that a job is; as on the page
     'failed': '#d55e00', 'terminated': '#d55e00', 'pending_failed': '#d55e00', 'canceled': '#cc79a7',
     'running': '#0072b2', 'pending': '#0072b2', 'ready': '#56b4e9', 'completed': '#009e73'}
 LEVELS = {True: ' ▁▂▃▄▅▆▇█', False: ' .:-=+*#@'}      # of a bar in text, by whether there is Unicode
 ARROWS_SHOWN, BAR_COLUMNS = 6, 60       # of a node in text; of a timeline in a pipe
-SPEC_BYTES = 100000     # at most, in a report
+DRAWING_CHARACTERS, MERMAID_EDGES, SPEC_BYTES = 400000, 500, 100000     # at most, in a report
 FAILED_SHOWN, LAST_LINES, LINE_SHOWN, TAIL_BYTES, USES_SHOWN = 20, 20, 300, 1 << 15, 100
 
 
@@ -25244,81 +25245,100 @@ def format_timeline(drawing: Dict[str, Any], style: Style = PLAIN) -> str:
 
 # -------- one page about all --------
 
+def quote_markdown(text: str) -> str:
+    """Text in Markdown: one line, in which nothing is a mark, a link or HTML (CommonMark, 2.4)."""
+    return re.sub(r'([\\`*_{}\[\]<>#!|&~$@])', r'\\\1', printable_line(text))
+
+
+def indented(text: str) -> str:
+    """Text as Markdown shows it as it is: no line of it can end that, as it could end a fence."""
+    return re.sub('(?m)^', '    ', printable(text).rstrip('\n')) + '\n'
+
+
+REPORT_PARTS = {        # kind -> what writes its content, as HTML and as Markdown
+    'title': (lambda text: f'<h1>{xml_text(text)}</h1>', lambda text: f'# {quote_markdown(text)}\n'),
+    'heading': (lambda text: f'<h2>{xml_text(text)}</h2>', lambda text: f'## {quote_markdown(text)}\n'),
+    'words': (lambda text: f'<p>{xml_text(text)}</p>', lambda text: f'{quote_markdown(text)}\n'),
+    'key': (lambda counts: ''.join(f'<span class="key"><i class="s-{name}"></i>{number:,} {name}</span>'
+                                   for name, number in counts.items() if number), lambda counts: ''),
+    'table': (lambda *rows: '<table>' + ''.join('<tr>' + ''.join(
+        f'<td>{xml_text(cell)}</td>' for cell in row) + '</tr>' for row in rows) + '</table>',
+              lambda head, *rows: ''.join('|' + ''.join(
+                  f' {quote_markdown(cell)} |' for cell in row) + '\n' for row in (
+                      head, ('---',) * len(head), *rows))),
+    'lines': (lambda title, text: f'<details open><summary>{xml_text(title)}</summary>'
+              f'<pre>{xml_text(text)}</pre></details>',
+              lambda title, text: f'{quote_markdown(title)}\n\n{indented(text)}'),
+    'drawing': (lambda svg, text, _: f'<div class="scroll" tabindex="0">'
+                f'{svg or "<pre>" + xml_text(text) + "</pre>"}</div>',
+                lambda _, text, mermaid: f'```mermaid\n{mermaid}```\n' if mermaid else indented(text)),
+}       # type: Dict[str, Tuple[Callable[..., str], Callable[..., str]]]
 REPORT_STYLE = """
 table { border-collapse: collapse; } tr:first-child { color: var(--soft); } summary { cursor: pointer; }
 .scroll svg { width: auto; } @media print { .scroll { overflow: visible; } .scroll svg { max-width: 100%; } }
 """
 
 
-def html(tag: str, text: str) -> str:
-    """An element with a text."""
-    return f'<{tag}>{xml_text(text)}</{tag}>\n'
-
-
-def html_table(*rows: Sequence[str]) -> str:
-    """A table, whose first row has the headings."""
-    lines = (''.join(f'<td>{xml_text(cell)}</td>' for cell in row) for row in rows)
-    return '<table>' + ''.join(f'<tr>{line}</tr>\n' for line in lines) + '</table>\n'
-
-
-def html_lines(title: str, text: str) -> str:
-    """Lines as they are, under a title that hides them."""
-    return f'<details open>{html("summary", title)}{html("pre", text)}</details>\n'
-
-
-def report_parts(found: Dict[str, Any]) -> Iterator[str]:
-    """The body of a report of what cmd_report has found, part by part."""
+def report_parts(found: Dict[str, Any]) -> Iterator[Tuple[Any, ...]]:
+    """The parts of a report of what cmd_report has found."""
     workflow, status, usage = found['workflow'], found['status'], found['usage']
-    yield html('h1', f"Workflow {workflow['id']}: {workflow['name']}")
-    yield html('p', workflow.get('description') or '') + html('p', found['state'])
-    for name, number in status['jobs_by_status'].items():
-        yield f'<span class="key"><i class="s-{name}"></i>{number:,} {name}</span>' if number else ''
+    yield 'title', f"Workflow {workflow['id']}: {workflow['name']}"
+    yield from [('words', workflow['description'])] if workflow.get('description') else []
+    yield 'words', found['state']
+    yield 'key', status['jobs_by_status']
     walltime_s = status.get('walltime_seconds')
-    yield html_table(('User', 'Run', 'Jobs', 'Wall time', 'Execution time', 'Written'), (
+    yield 'table', ('User', 'Run', 'Jobs', 'Wall time', 'Execution time', 'Written'), (
         workflow['user'], str(workflow.get('run_id') or 0), f"{status['total_jobs']:,}",
         '' if walltime_s is None else format_seconds(walltime_s),
-        format_seconds(status['total_exec_time_minutes'] * 60), format_local_time(found['written_at'])))
-    for key in ('timeline', 'graph'):
-        yield html('h2', key.capitalize()) + html('p', found[key]['title'])
-        yield f'<div class="scroll" tabindex="0">{format_svg(found[key])}</div>\n'
+        format_seconds(status['total_exec_time_minutes'] * 60), format_local_time(found['written_at']))
+    for key, text, mermaid in (('timeline', format_timeline(found['timeline'], IN_FILE), ''),
+                               ('graph', format_graph(found['graph']), format_links(found['graph']))):
+        svg = format_svg(found[key])
+        mermaid = mermaid if len(found['graph']['edges']) <= MERMAID_EDGES else ''
+        yield 'heading', key.capitalize()
+        yield 'words', found[key]['title']
+        text = text.partition('\n')[2][:SPEC_BYTES]
+        yield 'drawing', svg if len(svg) <= DRAWING_CHARACTERS else '', text, mermaid
     if found['failures']:
         is_part = found['failure_count'] > len(found['failures'])
-        yield html('h2', f"Failures: {found['failure_count']:,}" + f', the first {FAILED_SHOWN}' * is_part)
+        yield 'heading', f"Failures: {found['failure_count']:,}" + f', the first {FAILED_SHOWN}' * is_part
     for failure in found['failures']:
         title = f"{failure['job_name']} ({failure['status']}, return code {failure['return_code']})"
-        title += f": {failure['reason']}" if failure['reason'] else ''
-        yield html_lines(cut(title, 2 * LINE_SHOWN),
-                         '\n'.join(failure['last_lines']) or 'it has left no output here')
+        yield ('lines', cut(title + (f": {failure['reason']}" if failure['reason'] else ''), 2 * LINE_SHOWN),
+               '\n'.join(failure['last_lines']) or 'it has left no output here')
     if found['resources']:
         rows = sorted(found['resources'], key=lambda row: -row['used'] / row['asked'])[:USES_SHOWN]
-        yield html('h2', 'Resources') + html_table(
-            ('Requirements', 'Jobs', 'Resource', 'Asked for', 'Highest use', 'Share'), *(
-                (row['requirements'], f"{row['jobs']:,}", MEASURES[row['resource']].title,
-                 *map(MEASURES[row['resource']].show, (row['asked'], row['used'])),
-                 f"{100 * row['used'] / row['asked']:.1f}%") for row in rows))
-    yield html('h2', 'Nodes') + html_table(*zip(*(
-        (key.replace('_', ' ').capitalize(), format_cell(value)) for key, value in usage.items()
-        if key != 'workflow_id' and not key.endswith('_seconds'))))
+        yield 'heading', 'Resources'
+        yield ('table', ('Requirements', 'Jobs', 'Resource', 'Asked for', 'Highest use', 'Share'), *(
+            (row['requirements'], f"{row['jobs']:,}", MEASURES[row['resource']].title,
+             *map(MEASURES[row['resource']].show, (row['asked'], row['used'])),
+             f"{100 * row['used'] / row['asked']:.1f}%") for row in rows))
+    yield 'heading', 'Nodes'
+    shown = [(key.replace('_', ' ').capitalize(), format_cell(value)) for key, value in usage.items()
+             if key != 'workflow_id' and not key.endswith('_seconds')]
+    yield ('table', *zip(*shown))
     if found['spec']:
-        yield html('h2', 'Workflow file') + html_lines(found['spec']['path'], found['spec']['text'])
+        yield 'heading', 'Workflow file'
+        yield 'lines', found['spec']['path'], found['spec']['text']
 
 
-def format_report(found: Dict[str, Any], _: Style) -> str:
-    """A report as a page."""
-    return f"""<!doctype html>
+def format_report(found: Dict[str, Any], _: Style, is_page: bool = True) -> str:
+    """A report as HTML or Markdown."""
+    body = ''.join(REPORT_PARTS[kind][not is_page](*words) + '\n' for kind, *words in report_parts(found))
+    return body if not is_page else f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{xml_text(found['workflow']['name'])}</title><style>{PAGE_STYLE}{REPORT_STYLE}</style></head>
 <body>
-{''.join(report_parts(found))}</body></html>
+{body}</body></html>
 """
 
 
 TIMELINE_FORMS = {'text': format_timeline, 'svg': format_svg_file}      # the first is the usual one
 GRAPH_FORMS = {'text': format_graph, 'svg': format_svg_file, 'mermaid': format_links,
                'dot': functools.partial(format_links, is_dot=True)}
-REPORT_FORMS = {'html': format_report}
+REPORT_FORMS = {'html': format_report, 'md': functools.partial(format_report, is_page=False)}
 
 
 # ======== 20. Commands: what they share, objects, administration ========
@@ -31553,7 +31573,7 @@ Watching, and telling others
     On a terminal, `status 1 --watch` shows it until it is complete.
         $ torc.py graph 1                   # text; -o FILE.svg, .dot or .mmd
         $ torc.py timeline 1 -o gantt.svg
-        $ torc.py report 1 -o report.html   # all in one page; .json
+        $ torc.py report 1 -o report.html   # all in one page; .md, .json
 
 Why a job failed
     The reason is the signal that killed it, the output files that it has not
