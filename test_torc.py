@@ -692,7 +692,7 @@ def on_terminal(world: World, argv: Sequence[Any], typed: str = '', prompt: str 
     with process, open(ours, 'r+b', buffering=0) as terminal:
         with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
             while time.monotonic() < end and not (until and until(said)):
-                if lines and said.endswith(prompt.encode()):
+                if lines and re.search(re.escape(prompt.encode()) + rb'(\x1b\[[?0-9;]*[a-zA-Z]|\x1b=|\r)*\Z', said):
                     terminal.write(lines.pop(0))
                     said += b'\n' * bool(prompt)     # what asks for a password shows none
                 elif select.select([ours], [], [], 0.1)[0]:
@@ -20790,6 +20790,118 @@ class ParserTest(unittest.TestCase):
     def test_every_example_is_of_its_command(self):
         for command in torc.COMMANDS:
             self.assertEqual(command.name, self.parse(command.example).command.name)
+
+
+class ShellTest(WorldTest):
+    """What shells are told of words that are typed, and what they do with it."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        for line in ('workflows new -n study:1', 'workflows new -n other', 'jobs create 1 -n a -c x', 'jobs create 1 -n b -c x',
+                     """admin sql --write -y "UPDATE workflow SET name = 'other' || char(10) || '2' WHERE id = 2" """):
+            self.assertExit(0, self.world.main(*shlex.split(line)))
+
+    def test_words_become_commands_options_values_and_ids_with_their_names(self):
+        table = rows_of("""
+            shell  words                            exit  said
+            bash   sta                              0     status
+            bash   log                              0     logs
+            bash   logs b                           0     bundle
+            bash   jobs                             0     jobs
+            bash   hpc _                            0     list,detect,show,partitions,match,generate
+            bash   run --progr                      0     --progress
+            bash   run --progress _                 0     none,plain,bar
+            bash   run --progress=b                 0     --progress=bar
+            bash   run --progress = b               0     bar
+            bash   run --progress =                 0     none,plain,bar
+            bash   jobs list 1 -s uni               0     uninitialized
+            bash   -f json jobs list -s uni         0     uninitialized
+            bash   -f c                             0     csv
+            bash   help recov                       0     recovery,recover
+            bash   completions _                    0     bash,zsh,fish
+            bash   status _                         0     2,1
+            bash   delete 1 _                       0     2,1
+            bash   status 1 _                       0     -
+            bash   run _                            1     2,1
+            bash   run 1                            1     1
+            bash   run w                            1     -
+            bash   create _                         1     -
+            bash   run -o _                         1     -
+            bash   exec -- _                        1     -
+            bash   run --num-cpus _                 0     -
+            bash   logs 1 _                         0     1,2
+            bash   results list 1 --job-id _        0     1,2
+            bash   results list --job-id _          0     -
+            bash   jobs create 1 -b 1 _             0     1,2
+            bash   --db=away.db status _            0     -
+            bash   --db torc_output/torc.db status  0     status
+            bash   nonsense --what _                0     -
+            zsh    status _                         0     2:other\\n2,1:study:1
+            zsh    run --progress b                 0     bar:
+            fish   status _                         0     2|other\\n2,1|study:1
+            """)
+        for row in table:
+            words = ['' if word == '_' else word for word in row['words'].split()]
+            with self.subTest(row['words'], shell=row['shell']):
+                found = self.world.main('completions', row['shell'], '--', *words)
+                said = ','.join(found.out.replace('\t', '|').splitlines())
+                self.assertEqual((int(row['exit']), row['said'], ''), (found.code, said, found.err))
+        self.assertFalse(os.path.exists(self.world.path('away.db')))
+        listed = self.world.main('completions', 'bash', '--', 'status', '', env={'COMP_TYPE': '63'})
+        self.assertEqual('2  other\\n2\n1  study:1\n', listed.out)
+        for words in (['run', ''], ['status', ''], ['logs', '1', '']):      # where there is no database
+            os.makedirs(self.world.path('empty'), exist_ok=True)
+            found = self.world.cli('completions', 'bash', '--', *words, cwd=self.world.path('empty'))
+            self.assertEqual(('', '', []), (found.out, found.err, os.listdir(self.world.path('empty'))))
+
+    def test_a_server_that_does_not_answer_holds_up_no_line_and_other_shells_are_refused(self):
+        with socket.socket() as mute:
+            mute.bind(('127.0.0.1', 0))
+            mute.listen(1)
+            url = f'http://127.0.0.1:{mute.getsockname()[1]}'
+            with unittest.mock.patch('torc.signal.alarm') as alarm:
+                self.world.main('completions', 'bash', '--', 'sta')
+            self.assertEqual([unittest.mock.call(2), unittest.mock.call(0)], alarm.mock_calls)
+            found = self.world.cli('completions', 'bash', '--', '--url', *re.split('(:)', url), 'status', '')
+            self.assertEqual((-signal.SIGALRM, '', ''), tuple(found))
+        for name in ('elvish', 'powershell'):
+            self.assertExit(2, self.world.main('completions', name), f'{name!r} is none of bash, zsh, fish')
+
+    def test_the_manual_page_has_every_command_and_option(self):
+        page = torc.format_man_page().replace('\\-', '-').replace('\\e', '\\')
+        for row in torc.COMMANDS:
+            parts = [f'.SS {torc.format_usage(row)}\n{row.help}\n', *('.TP\n.B %s\n%s\n' % pair for pair in torc.argument_rows(row.arguments))]
+            self.assertEqual([], [part for part in parts if part.replace('\n...', '\n\\&...') not in page])
+        self.assertEqual([], [topic for topic in torc.MANUAL if f'.SH {topic.upper()}\n' not in page])
+        self.assertNotIn('torc.py ', page.partition('.SH LIMITS')[2])
+
+    RC = {      # shell -> its file of settings, and what stands there
+        'bash': ('.bashrc', 'PS1="ready> "; source ~/.local/share/bash-completion/completions/torc\n'),
+        'zsh': ('.zshrc', 'PS1="ready> "; fpath=(~/.local/share/zsh/site-functions $fpath); autoload -U compinit; compinit -D\n'),
+        'fish': ('.config/fish/config.fish', 'function fish_prompt; echo "ready> "; end; set fish_greeting\n'
+                 'function torc; printf "<%s>" $argv; echo; end\n')}
+
+    @slow
+    def test_what_install_makes_completes_lines_in_each_shell_and_is_a_page_for_man(self):
+        need('shells', all(map(shutil.which, (*self.RC, 'groff'))), f"{', '.join(self.RC)} and groff")
+        home = os.path.join(self.world.root, 'home')
+        done = subprocess.run([sys.executable, TORC, 'install'], env=self.world.environment, cwd=self.world.directory, stdout=subprocess.PIPE)
+        self.assertEqual((0, True), (done.returncode, f'in {home}/.local/share' in done.stdout.decode()))
+        self.assertExit(0, self.world.main('delete', 2, '--no-prompts'))
+        self.world.write('workflow.yaml', '')
+        page = subprocess.run(['groff', '-man', '-ww', '-Tutf8', f'{home}/.local/share/man/man1/torc.1'], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.assertEqual((0, b''), (page.returncode, page.stderr))
+        self.assertRegex(page.stdout.decode(), r'torc . run workflows of jobs')
+        for shell, (name, text) in self.RC.items():
+            path = os.path.join(home, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, 'w') as file:
+                file.write(text + ('' if shell == 'fish' else 'torc() { printf "<%s>" "$@"; echo; }\n'))
+            lines = 'torc stat\t1\ntorc run wor\t\ntorc run --progress pl\t1\ntorc status \t\ntorc --db=torc_output/torc.db delete \t\nexit\n'
+            with self.subTest(shell):       # a session leader that opens a terminal without one gets it
+                _, shown = on_terminal(self.world, ['sh', '-c', 'exec "$@" <"$(tty)"', 'sh', shell, '-i'], lines, 'ready> ', XDG_DATA_HOME=home + '/.local/share', TORC_USERNAME='tester')
+                said = ['<status><1>', '<run><workflow.yaml>', '<run><--progress><plain><1>', '<status><1>', '<--db=torc_output/torc.db><delete><1>']
+                self.assertEqual(said, re.findall('<.*>$', shown, re.MULTILINE), shown)
 
 
 class BorderTest(WorldTest):

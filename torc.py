@@ -25689,6 +25689,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
         if text not in choices:
             raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
         return text
+    read.choices = choices      # for completion
     return read
 
 
@@ -30347,11 +30348,10 @@ def cmd_remote_list_workers(session: Session, args: Arguments) -> Answer:
     return answer_workers(workflow_id, title, found)
 
 
-# ======== 20j. Service: commands of those who run a server, and `install` ========
+# ======== 20j. Service: commands of those who run a server ========
 #
-# Password files, access groups, `serve`, and the installed command. Password files are changed
-# here, on disk; a server that uses one reads it again when asked to. `serve` only gathers
-# options: Server does the rest.
+# Password files, access groups, and `serve`. Password files are changed here, on disk; a server
+# that uses one reads it again when asked to. `serve` only gathers options: Server does the rest.
 
 # -------- passwords and access groups --------
 
@@ -30624,25 +30624,6 @@ def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         handler.close()
-
-
-# -------- installing --------
-
-def cmd_install(session: Session, args: Arguments) -> Answer:
-    """Install this file as the command `torc`, compiled."""
-    launcher, module = installation_of(args['prefix'])
-    try:
-        if os.path.lexists(launcher) and not args['force']:
-            with open(launcher, 'rb') as file:
-                if LAUNCHER_MARK not in file.read(200):
-                    raise Refused(f'{launcher} was not made by `install`: give another --prefix, '
-                                  'or --force to replace it')
-        write_installation(launcher, module)
-    except OSError as error:
-        raise BadInput(f'cannot install {error.filename or module}: {error.strerror}; '
-                       'give another place with --prefix') from None
-    value = {'launcher': launcher, 'module': module, 'python': sys.executable, 'version': __version__}
-    return Answer(value, [f'Installed torc {__version__} as {launcher}, for {sys.executable}'])
 
 
 # ======== 20k. Terminal view: workflows on a terminal, live ========
@@ -31955,6 +31936,88 @@ def cmd_help(session: Session, args: Arguments) -> int:
     return 0
 
 
+# The script of a shell asks this program, with all words up to the cursor. It adds files by itself where the
+# exit code says so: also when nothing could be found out.
+SHELLS = {      # where a shell looks for such a script, below share/, and the script
+    'bash': ('bash-completion/completions/torc', r"""# Without `install`: source <(NAME completions bash)
+_torc() {
+    local said files= words=("${COMP_WORDS[@]:1:COMP_CWORD}"); COMPREPLY=()
+    said=$(COMP_TYPE=$COMP_TYPE PROGRAM completions bash -- "${words[@]}" 2>/dev/null) || files=1
+    [ -z "$said" ] || mapfile -t COMPREPLY <<<"$said"
+    [ -z "$files" ] || compopt -o default -o filenames
+    [ -z "$files" ] || mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -f -- "$2")
+}
+complete -F _torc NAME
+"""),
+    'zsh': ('zsh/site-functions/_torc', r"""#compdef NAME
+# As file _torc in a directory of fpath, before compinit.
+local said files=; said=$(PROGRAM completions zsh -- "${(@)words[2,CURRENT]}" 2>/dev/null) || files=1
+local -a pairs=("${(@f)said}")
+[[ -z $said ]] || _describe NAME pairs
+[[ -z $files ]] || { compset -P '--*='; _files }
+"""),
+    'fish': ('fish/vendor_completions.d/torc.fish', r"""# Without `install`: NAME completions fish | source
+function __torc_candidates
+    set -l begin (commandline -ct)
+    PROGRAM completions fish -- (commandline -opc)[2..-1] "$begin" 2>/dev/null
+    or __fish_complete_path "$begin"
+end
+complete -c NAME -f -a '(__torc_candidates)'
+""")}
+
+
+def shell_script(shell: str, *program: str) -> str:
+    """What a shell reads to complete the words of this program, which it calls by these words."""
+    text = SHELLS[shell][1].replace('NAME', 'torc' if len(program) == 1 else 'torc.py')
+    return text.replace('PROGRAM', ' '.join(map(shlex.quote, program)))
+
+
+def cmd_completions(session: Session, args: Arguments) -> int:
+    """The script for a shell; or, of words, what may stand in place of the last. Exit 1: files may, too."""
+    shell, words = args['shell'], args['words']
+    if not words:
+        program = [sys.argv[0]] if program_name() == 'torc' else [sys.executable, __file__]
+        session.show(shell_script(shell, *map(os.path.abspath, program)))
+        return 0
+    if shell == 'bash':     # which makes three words of `--db=x`, and also of what holds a colon
+        joined = '\0'.join(words[:-1]).replace('\0:\0', ':')
+        words = [word for word in joined.split('\0') if word.strip('=')] + [words[-1].lstrip('=')]
+    session.options['quiet'] = True
+    signal.alarm(2)         # a server that is slow, or away, ends this process: then there are only files
+    found, takes_files = find_candidates(session, words)
+    signal.alarm(0)
+    # Where bash only shows candidates, and inserts none, they have a meaning (COMP_TYPE: bash(1)).
+    is_list = len(found) > 1 and not takes_files and os.environ.get('COMP_TYPE') in ('33', '63', '64')
+    form = {'bash': '{0}  {2}' if is_list else '{0}', 'zsh': '{1}:{2}', 'fish': '{0}\t{2}'}[shell]
+    session.show(format_lines(form.format(word, word.replace(':', r'\:'), printable_line(meaning))[:78]
+                              for word, meaning in found))
+    return int(takes_files)
+
+
+def cmd_install(session: Session, args: Arguments) -> Answer:
+    """Install this file as the command `torc`, compiled, with its manual page and completions."""
+    launcher, module = installation_of(args['prefix'])
+    share = os.path.join(os.path.dirname(os.path.dirname(launcher)), 'share')
+    texts = {os.path.join(share, path): shell_script(shell, launcher) for shell, (path, _) in SHELLS.items()}
+    texts[os.path.join(share, 'man', 'man1', 'torc.1')] = format_man_page()
+    try:
+        if os.path.lexists(launcher) and not args['force']:
+            with open(launcher, 'rb') as file:
+                if LAUNCHER_MARK not in file.read(200):
+                    raise Refused(f'{launcher} was not made by `install`: give another --prefix, '
+                                  'or --force to replace it')
+        write_installation(launcher, module)
+        for path, text in texts.items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_atomically(path, text.encode('utf-8', 'surrogateescape'), 0o644)
+    except OSError as error:
+        raise BadInput(f'cannot install {error.filename or module}: {error.strerror}; '
+                       'give another place with --prefix') from None
+    value = {'launcher': launcher, 'module': module, 'python': sys.executable, 'version': __version__}
+    return Answer(value, [f'Installed torc {__version__} as {launcher}, for {sys.executable}',
+                          f"Its manual page, and completions for {', '.join(SHELLS)}: in {share}"])
+
+
 COMMANDS = (
     Command('run', cmd_run, 'create a workflow from a file, or take one by its id, and run its jobs here', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), *RESUME,
@@ -32146,9 +32209,14 @@ COMMANDS = (
     Command('htpasswd remove', cmd_htpasswd_remove, 'remove a user from a password file',
         (PASSWORD_FILE, USER, *RELOAD_OPTIONS), 'htpasswd remove -f users.htpasswd you'),
     Command('install', cmd_install, 'install this file, compiled, as the command `torc`', (
-        Argument('--prefix', 'DIR', 'where: DIR/bin/torc and DIR/lib/torc', default='~/.local'),
+        Argument('--prefix', 'DIR', 'where: DIR/bin/torc, DIR/lib/torc, and in DIR/share its manual page and '
+                 'completions', default='~/.local'),
         Argument('--force', '', 'replace a file of that name that `install` did not write')),
         'install --prefix tools'),
+    Command('completions', cmd_completions, 'print what lets a shell complete commands, options and ids', (
+        Argument('SHELL', '', ', '.join(SHELLS), one_of(*SHELLS)),
+        Argument('WORD', '', 'words of a command line: what may stand in place of the last', count='--',
+                 key='words')), 'completions bash'),
     Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
 
@@ -32590,15 +32658,18 @@ def format_usage(command: Command) -> str:
     return ' '.join([command.name] + words[:end] + options + words[end:])
 
 
-def format_arguments(arguments: Sequence[Argument]) -> str:
-    """Two columns: names with their value, and meaning."""
-    rows = []
+def argument_rows(arguments: Sequence[Argument]) -> Iterator[Tuple[str, str]]:
+    """Names with their value, and meaning, of each."""
     for argument in arguments:
         meaning = argument.meaning + (' (required)' if argument.count == '!' else '')
         if argument.default is not None and 'default' not in argument.meaning:
             meaning += f' (default {argument.default})'
-        rows.append((f"{', '.join(argument.names.split())} {argument.value}".strip(), meaning))
-    return format_rows(rows)
+        yield f"{', '.join(argument.names.split())} {argument.value}".strip(), meaning
+
+
+def format_arguments(arguments: Sequence[Argument]) -> str:
+    """Two columns: names with their value, and meaning."""
+    return format_rows(argument_rows(arguments))
 
 
 def format_command_help(words: str) -> str:
@@ -32644,6 +32715,25 @@ def format_all_commands() -> str:
             f'{format_arguments(GLOBAL_ARGUMENTS)}')
 
 
+def format_man_page() -> str:
+    """The manual as a page for man(1)."""
+    def plain(text: str) -> str:
+        return re.sub("(?m)^(?=[.'])", r'\\&', text.replace('\\', r'\e').replace('-', r'\-'))
+
+    def tagged(rows: Iterable[Tuple[str, str]]) -> str:
+        return ''.join(f'.TP\n.B {plain(word)}\n{plain(meaning)}\n' for word, meaning in rows)
+
+    commands = ''.join(f'.SS {plain(format_usage(row))}\n{plain(row.help)}\n'
+                       + tagged(argument_rows(row.arguments)) for row in COMMANDS)
+    pages = ''.join(f'.SH {plain(topic.upper())}\n.nf\n{plain(text)}.fi\n' for topic, text in MANUAL.items())
+    return (f'.TH TORC 1 "" "torc {__version__}"\n.SH NAME\ntorc \\- run workflows of jobs\n.SH SYNOPSIS\n'
+            '.B torc run\n.I FILE\n.br\n.B torc\n.I COMMAND [ARGUMENT...] [options]\n'
+            f'.SH OPTIONS OF ALL COMMANDS\n{tagged(argument_rows(GLOBAL_ARGUMENTS))}.SH COMMANDS\n{commands}'
+            '.SH ENVIRONMENT\n' + tagged((row.name, row.meaning) for row in ENVIRONMENT)
+            + '.SH EXIT STATUS\n' + tagged((str(row.code), row.meaning) for row in EXITS)
+            + pages.replace('torc.py', 'torc'))
+
+
 def format_environment() -> str:
     """Topic `environment`: who sets what."""
     set_by = {'you': 'You set:', 'torc': 'Set for jobs:'}
@@ -32672,6 +32762,62 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 }
 
 
+# -------- completion --------
+
+def find_candidates(session: Session, words: Sequence[str]) -> Tuple[List[Tuple[str, str]], bool]:
+    """What the last word may become, each with its meaning; and whether files may be meant, too."""
+    if '--' in words[:-1]:      # of another program
+        return [], True
+    *before, begin = [part for word in words for part in (word.split('=', 1) if word[:2] == '--' else [word])]
+    prefix = words[-1][:len(words[-1]) - len(begin)]        # such as --db=
+    command, plain, argument = None, [], None               # type: Any, List[str], Any
+    arguments, values, found = GLOBAL_ARGUMENTS, {}, {}     # type: Any, Dict[str, str], Dict[str, str]
+    for word in before:     # what cannot be understood is left out
+        if word[:1] == '-':
+            argument = next((row for row in reversed(arguments) if word in row.names.split()), None)
+            values[key_of(argument) if argument else word] = word
+            argument = argument if argument and argument.value else None
+        elif argument is not None:
+            values[key_of(argument)] = os.path.expanduser(word)
+            argument = argument if argument.count == '+' else None
+        else:
+            plain.append(word)
+            command = COMMANDS_BY_NAME.get(' '.join(plain), command)    # `logs`, and then `logs bundle`
+            arguments = (*GLOBAL_ARGUMENTS, *(command.arguments if command else ()))
+    session.options.update((key, values[key]) for key in ('url', 'db', 'standalone') if key in values)
+    own = plain[len(command.name.split()):] if command else []
+    if begin[:1] == '-':
+        found = {row.names.split()[-1]: row.meaning for row in arguments}
+    elif argument is None:
+        for row in COMMANDS:
+            name = row.name.split()
+            if len(name) > len(plain) and name[:len(plain)] == plain:
+                is_whole = len(name) == len(plain) + 1
+                found.setdefault(name[len(plain)], row.help if is_whole else ', '.join(verbs_of(name[0])))
+        places = [row for row in arguments if row.names[0] != '-']
+        argument = next(iter(places[len(own):] + [row for row in places[-1:] if row.count in '*+']), None)
+    if argument is not None and begin[:1] != '-':
+        with contextlib.suppress(TorcError, OSError):
+            found.update(values_of(session, argument, values.get('workflow_id') or ''.join(own[:1])))
+    is_file = argument and re.search(r'\b(FILE|DIR|PATH|SPEC|DB|CMD)\b', argument.value or argument.names)
+    return [(prefix + word, text) for word, text in found.items() if word.startswith(begin)], bool(is_file)
+
+
+def values_of(session: Session, argument: Argument, workflow_id: str) -> List[Tuple[str, str]]:
+    """Values of an argument, if they are known: ids of the newest workflows, or of the jobs of one; words of
+    a closed set. TorcError."""
+    text, choices = argument.value or argument.names, getattr(argument.parse, 'choices', ())
+    if re.search(r'\bWF\b|\|ID', text):
+        items = session.items('list_workflows', 500, user=user_name(), is_archived=False, reverse_sort=True)
+    elif is_id(workflow_id) and ('JOB' in text or 'job_id' in key_of(argument)):
+        items = session.items('list_jobs', 500, workflow_id=int(workflow_id))
+    elif text == 'TOPIC':
+        return [(name, '') for name in (*TOPICS, *COMMANDS_BY_NAME, *GROUPS) if ' ' not in name]
+    else:
+        return [(choice, '') for choice in choices]
+    return [(str(item['id']), item['name']) for item in items]
+
+
 # ======== 21a. Main: parsing, and error handling ========
 #
 # From the words of the command line to a command, and from whatever goes wrong to a message and an exit code.
@@ -32684,8 +32830,8 @@ KEEPER_CALLS = {'start_server': start_embedded_server, 'end_steps': end_steps}
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
-PLANNED = ('config', 'workflows export', 'workflows import', 'ro-crate', 'monitor-node',
-           'completions', 'self')       # commands of Torc that are not there yet
+# Commands of Torc that are not there yet.
+PLANNED = ('config', 'workflows export', 'workflows import', 'ro-crate', 'monitor-node', 'self')
 
 
 class Parsed(Row):
