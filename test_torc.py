@@ -15548,8 +15548,8 @@ class FailureTest(unittest.TestCase):
 
 class RemedyTest(unittest.TestCase):
     """What failed jobs get, and which of them do not run again."""
-    TIME = {'ceiling_of': lambda needs, resource: torc.Ceiling(4 * 3600, 'partition short') if resource == 'runtime' else None}
-    MEMORY = {'ceiling_of': lambda needs, resource: torc.Ceiling(240 * GIB, 'partition short')}
+    TIME = {'ceiling_of': lambda needs, resource: (4 * 3600, 'partition short') if resource == 'runtime' else None}
+    MEMORY = {'ceiling_of': lambda needs, resource: (240 * GIB, 'partition short')}
     CHECKPOINT = 'ran out of time, and cannot get more than runtime PT4H: make it smaller, or let it go on from a checkpoint'
 
     def planned(self, *uses: Any, sharers: Optional[Dict[int, List[int]]] = None, kinds: str = 'memory timeout lost',
@@ -20064,7 +20064,7 @@ class WatchedSlurmTest(CommandTest):
                 said = self.watch('-r', '--auto-schedule').err
                 self.assertEqual((doubt in said, bool(doubt)), (True, said.count('may be anything') == 1))
                 self.assertEqual(({'running'}, []), (set(self.statuses().values()), self.fakes.calls('sbatch')))
-        self.assertIn('--all', torc.find_own_jobs_argv())       # what would be submitted twice
+        self.assertIn('--all', torc.own_jobs_argv())       # what would be submitted twice
 
     def test_jobs_of_an_allocation_that_lost_its_node_are_ready_again_and_get_another_one(self):
         self.allocate(71, 'active')

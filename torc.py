@@ -12256,11 +12256,10 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
 
 # -------- the registered server --------
 #
-# The lasting server that was started last has a second connection file in the user's state directory, so that
-# commands in directories without a database of their own find it wherever its database is stored. A clean end
-# removes it. One that is left means that commands would have used a server that was killed: to use another
-# database instead would change what nobody meant, so that it is an error until the server is started again,
-# or the file is removed.
+# The lasting server that was started last has a second connection file in the user's state directory, by which
+# commands find it in directories without a database of their own. A clean end removes it. One that is left is
+# of a server that was killed: an error until it is started again, or the file is removed, for to use another
+# database instead would change what nobody meant.
 
 def registration_path() -> str:
     """File of the lasting server of this account."""
@@ -14084,8 +14083,7 @@ class Server:
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
         self.looked_at = uptime_s()             # when this turn began
-        self.failures = 0                       # requests that could not be stored, not yet reported
-        self.failures_reported_at = -math.inf
+
         self.traffic = Traffic(store.now)
         self.access = Authenticator(policy, self.id)
         self.shown = ShownAnswers()
@@ -14240,7 +14238,6 @@ class Server:
         if self.store.copies is not None:
             yield self.store.copies.due_at, self.store.copies.act
 
-
     def on_wake(self, numbers: bytes) -> None:
         """Signals came, something was asked, or stop() was called."""
         for number in set(numbers):
@@ -14292,24 +14289,16 @@ class Server:
                     answers.append((status, value))
                     if time.monotonic() > end:
                         break
-            if not is_reading and self.failures_reported_at > -math.inf:
+            if not is_reading and self.warned.pop('store', 0.0):
                 log.warning('requests are carried out again')
-                self.failures, self.failures_reported_at = 0, -math.inf
             return answers
         except (sqlite3.Error, TorcError) as error:
             self.store.check_in_place()     # if that is the reason, it is the end
-            self.report_failure(len(requests) == 1, error)
+            self.warn('store', f'requests could not be carried out: {error}')
             failure = Unreachable(f'the database could not be written ({error}); nothing was changed')
         if len(requests) == 1:
             return [(503, format_error(failure))]
         return [answer for asked in requests for answer in self.answer_all([asked])]
-
-    def report_failure(self, count: int, reason: Exception) -> None:
-        """Log that requests cannot be stored: at once, then once a minute, as clients ask again."""
-        self.failures += count
-        if time.monotonic() >= self.failures_reported_at + WARNING_LASTS_S:
-            log.error('%d requests could not be carried out: %s', self.failures, reason)
-            self.failures, self.failures_reported_at = 0, time.monotonic()
 
     def on_idle(self, now: float) -> None:
         """No client has come for long enough, or come back."""
@@ -14328,7 +14317,7 @@ class Server:
             return act(self.service)
         except (sqlite3.Error, TorcError) as error:     # a full disk
             self.store.check_in_place()
-            self.report_failure(0, error)
+            self.warn('store', f'the look for lost nodes failed: {error}')
         except Exception:  # border: one time; the server goes on, and tries again
             log.exception('the look for lost nodes failed')
         return True
@@ -14654,11 +14643,9 @@ def fork() -> int:
 
 
 def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
-    """Fork a server that outlives us; what it announced. Conflict if another process has the database.
-
-    A fork without exec: nothing is compiled again, and the command line shows no secret. Callers hold no open
-    Store. `log_to` makes its logging handler: a class and its arguments.
-    """
+    """Fork a server that outlives us; what it announced. Conflict if another process has the database. A fork
+    without exec: nothing is compiled again, and the command line shows no secret. Callers hold no open Store.
+    `log_to` makes its logging handler: a class and its arguments."""
     if options.database != IN_MEMORY:
         prepare_database_directory(options.database)
     reader, writer = os.pipe()
@@ -14727,11 +14714,9 @@ def say_once(pipe: io.TextIOWrapper, *texts: str) -> None:
 
 
 def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -> None:
-    """Drop everything that was inherited: signals, directory, umask, terminal, pipes, logging.
-
-    Inherited descriptors are pointed at /dev/null, not closed: objects of the caller's that die in this
-    process close their numbers, which might be ours by then.
-    """
+    """Drop everything that was inherited: signals, directory, umask, terminal, pipes, logging. Inherited
+    descriptors are pointed at /dev/null, not closed: objects of the caller's that die in this process close
+    their numbers, which might be ours by then."""
     signal.set_wakeup_fd(-1)
     for number in (*STOP_NUMBERS[1:], signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT,
                    signal.SIGXCPU, signal.SIGTSTP, signal.SIGCONT):
@@ -14980,11 +14965,9 @@ class HttpConnection:
 
     @contextlib.contextmanager
     def receiving(self, deadline_s: float) -> Iterator[Any]:
-        """The answer to the request that is out, as http.client reads it: its head has come.
-
-        `deadline_s` is for each piece of it. After an error the connection is closed: what comes later would
-        be taken for the answer to the next request.
-        """
+        """The answer to the request that is out, as http.client reads it: its head has come. `deadline_s` is
+        for each piece of it. After an error the connection is closed: what comes later would be taken for the
+        answer to the next request."""
         try:
             self.socket.settimeout(max(0.001, deadline_s))      # 0 would mean something else
             with contextlib.closing(http_client.HTTPResponse(self.socket)) as response:
@@ -15068,20 +15051,14 @@ def explain(error: Exception) -> str:
 #
 # One class, two transports, the same values. Through HTTP, on one kept-alive connection, when a server is
 # there; and directly, on a Store of its own, when there is only a database and nobody else has it: then a
-# command costs no socket and no process. Where to look, first found first taken: a URL or database that was
-# named; TORC_API_URL; the embedded database of this directory; the lasting server that this account has
-# registered, wherever its database is; a new embedded database.
+# command costs no socket and no process. Where to look: see connect().
 #
 # A connection file is trusted only after its server has proved that it knows the token, for a port may have
 # changed hands; from then on requests and answers are signed with it (Signer), and it is never sent. That
 # exchange also makes sure that an embedded server on the point of leaving has let us in: from then on it
 # stays until we close. Who knows the user by a password only cannot prove anything: a password goes to a
 # server that was named, and to no other. What was sent once is not sent again by itself, unless it only
-# reads: the caller knows better. A stream of events takes a connection of its own, and goes on where it left
-# off when that is lost.
-#
-# Over https a connection file names the one certificate to accept; without one it is as with any https
-# server.
+# reads: the caller knows better.
 
 EMBEDDED_DATABASE = os.path.join(DEFAULT_OUTPUT_DIR, 'torc.db')
 FIND_DEADLINE_S = 10.0              # for a server that starts or leaves, or another command with the database
@@ -15108,11 +15085,9 @@ def explain_absence(server: Dict[str, Any], reason: str) -> str:
 
 
 def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
-    """What a connection file says of the server that answers at a URL, or has moved on from there; or {}.
-
-    Of these: that beside the token's file, the usual ones, and that of the registered server. A job has been
-    told an address at its start; the file beside that of the token knows the next one of one that travels.
-    """
+    """What a connection file says of the server that answers at a URL, or has moved on from there; or {}. Of
+    these: that beside the token's file, the usual ones, and that of the registered server. A job has been
+    told an address at its start; the file beside that of the token knows the next one of one that travels."""
     beside = token_file[:-len('.token')] + '.connection' if token_file.endswith('.token') else ''
     usual = [path + '.connection' for path in (default_database(), os.path.abspath(EMBEDDED_DATABASE))]
     for path in [beside] * bool(beside) + usual + [registration_path()]:
@@ -15328,10 +15303,8 @@ class Connector:
 
     def check_free(self, server: Dict[str, Any], failure: Optional[Unreachable]) -> None:
         """Unreachable if the database is not to be taken: its server comes back, or cannot be judged here.
-
         `failure` is why the server that its connection file names does not answer; None if that is over, or
-        there is none. Who asks only once for a database by its name takes it between two allocations.
-        """
+        there is none. Who asks only once for a database by its name takes it between two allocations."""
         travels = server.get('travels')
         if self.is_lasting or travels and (self.needs_server or self.will_need_server):
             self.server = self.server if self.is_lasting else server
@@ -15594,11 +15567,9 @@ class Client(Connector, Operations):
         return read_output(answer) if isinstance(answer, JobOutput) else answer
 
     def stream(self, op: str, until: float = math.inf, **params: Any) -> Iterator[StreamEvent]:
-        """Events of a stream operation as they come, for ever or until some time (monotonic).
-
-        After an outage it goes on where it left off; what was missed comes as an event of type 'warning' whose
-        data say how many were `dropped`. Unreachable when the server stays away for STREAM_PATIENCE_S.
-        """
+        """Events of a stream operation as they come, for ever or until some time (monotonic). After an outage
+        it goes on where it left off; what was missed comes as an event of type 'warning' whose data say how
+        many were `dropped`. Unreachable when the server stays away for STREAM_PATIENCE_S."""
         route = OPERATIONS[op]
         params = name_parameters(route, params)
         self.need_server()
@@ -15985,7 +15956,6 @@ def list_trees(roots: Iterable[int], enters: Callable[[int], Any] = abs) -> List
     return found
 
 
-
 def session_of(pid: int) -> int:
     """Number of a process's session; 0 if it has ended."""
     try:
@@ -16099,7 +16069,6 @@ def read_memory_limit(root: str = '') -> float:
     return min(limits)
 
 
-
 # -------- the keeper --------
 
 class Keeper:
@@ -16131,9 +16100,7 @@ class Keeper:
 
 def keep(calls: Dict[str, Callable[..., Any]]) -> Keeper:
     """Fork the runner, and return in it. This process becomes its keeper, and ends as the runner does.
-
-    `calls`: what a runner may have its keeper do; by 'at_end', NAME, ... it does so when the runner is gone.
-    """
+    `calls`: what a runner may have its keeper do; by 'at_end', NAME, ... it does so when that is gone."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.getpid()
     spared = read_children(pid)     # of a shell that has called exec(1)
@@ -16291,11 +16258,9 @@ class Usage:
 
     def fields(self, wall_s: float, cpu_s: float, peak_memory_bytes: int = 0,
                at: float = -math.inf) -> Dict[str, Any]:
-        """Fields of a result; what is unknown is left out. The arguments: its end, as wait4(2) knows it.
-
-        That counts only what was waited for, a sample only what there was when it was taken. `at`: the end,
-        if the CPU time since the last sample counts as one more.
-        """
+        """Fields of a result; what is unknown is left out. The arguments: its end, as wait4(2) knows it. That
+        counts only what was waited for, a sample only what there was when it was taken. `at`: the end, if the
+        CPU time since the last sample counts as one more."""
         fields = {}     # type: Dict[str, Any]
         self.add_peak(peak_memory_bytes)
         if self.peak_memory_bytes:
@@ -16447,10 +16412,8 @@ class TreeSampler:
 
 def read_memory_sizes(root: str, pid: int) -> Tuple[int, int]:
     """Memory of a process, of which pages that several have count in parts (proc(5), smaps_rollup), without
-    files; and what else its resident size counts. Nothing if it has ended.
-
-    Where that may not be read (a set-user-ID program), what it shares with files is all that it shares.
-    """
+    files; and what else its resident size counts. Nothing if it has ended. Where that may not be read (a
+    set-user-ID program), what it shares with files is all that it shares."""
     text = read_proc_text(f'{root}/{pid}/smaps_rollup')
     resident, proportional, files = (read_counter(text, name) or 0 for name in (b'Rss', b'Pss', b'Pss_File'))
     if text:    # Pss_File: Linux 5.4
@@ -16460,11 +16423,9 @@ def read_memory_sizes(root: str, pid: int) -> Tuple[int, int]:
 
 
 def check_tree(root: str, pids: Sequence[int], limit_bytes: int) -> Tuple[int, int]:
-    """Memory of a job's processes, and what else their resident sizes count.
-
-    What several share grows in those read late when others are forked, exec or end. The less of two looks at
-    each never is more than what was there between them.
-    """
+    """Memory of a job's processes, and what else their resident sizes count. What several share grows in
+    those read late when others are forked, exec or end. The less of two looks at each never is more than what
+    was there between them."""
     found = [read_memory_sizes(root, pid) for pid in pids]
     if sum(size for size, _ in found) > limit_bytes:
         found = [min(sizes, read_memory_sizes(root, pid)) for pid, sizes in zip(pids, found)]
@@ -16591,11 +16552,9 @@ SUMMARY_FIELDS = 'sample_count peak_cpu_percent avg_cpu_percent peak_memory_byte
 
 
 def write_series(path: str, rows: Sequence[Tuple[str, Sequence[Any]]]) -> None:
-    """Add rows, each with a name of SERIES_INSERTS, to the file of a time series. sqlite3.Error.
-
-    All or none. Nothing of it is ever read here, so that it needs no log of its own: a journal that is
-    removed works on network file systems too.
-    """
+    """Add rows, each with a name of SERIES_INSERTS, to the file of a time series. sqlite3.Error. All or none.
+    Nothing of it is ever read here, so that it needs no log of its own: a journal that is removed works on
+    network file systems too."""
     with contextlib.closing(sqlite3.connect(path, timeout=5.0)) as connection, connection:
         connection.execute('PRAGMA synchronous = NORMAL')
         connection.executescript(SERIES_SCHEMA)
@@ -16611,8 +16570,7 @@ def write_series(path: str, rows: Sequence[Tuple[str, Sequence[Any]]]) -> None:
 #   SIGTERM, soon after SIGKILL. Whose it is tell its session, or its environment; where neither does, it is
 #   of the last to end of those that ran when it appeared.
 # * A job has not ended while SIGKILL has not ended all of it (uninterruptible sleep): its place stays taken,
-#   until the runner leaves.
-# * What a runner leaves ends with it: see Keeper.
+#   until the runner leaves. What that leaves ends with it: see Keeper.
 #
 # The usual job, which leaves nothing behind, pays one read of the list of children for this. Nothing here
 # waits: whoever owns the loop calls `act` after SIGCHLD, or when it is `due`. It calls `on_end` of each
@@ -16701,7 +16659,6 @@ class Reply(Row):
     code: int       # exit code; 128+n for a signal, COMMAND_NOT_FOUND, REPLY_TIMED_OUT, or REPLY_NOT_STARTED
     out: str
     err: str
-
 
 
 class ProcessEnd(Row):
@@ -16868,10 +16825,8 @@ class Launcher:
     def start(self, argv: Sequence[bytes], variables: Dict[str, Optional[str]], outputs: Sequence[int],
               name: str, on_end: Callable[[Process], Any] = bool) -> Process:
         """Start a program by its path, with variables over our environment; one that is None is removed.
-
         `outputs`: its stdout and stderr. `name` tells it from all others. OSError if it cannot be started,
-        ValueError if it cannot be passed to the system (NUL, lone surrogate).
-        """
+        ValueError if it cannot be passed to the system (NUL, lone surrogate)."""
         environment = dict(self.environment)
         for variable, value in variables.items():
             if value is None:
@@ -16998,10 +16953,8 @@ class Launcher:
     # ---- stopping ----
 
     def stop(self, processes: Sequence[Process], number: int, lead_s: float) -> None:
-        """Ask processes to end, with all that they have started; SIGKILL follows after `lead_s`.
-
-        The jobs of a runner that is a job itself are left to that runner.
-        """
+        """Ask processes to end, with all that they have started; SIGKILL follows after `lead_s`. The jobs of
+        a runner that is a job itself are left to that runner."""
         kill_at = time.monotonic() + max(lead_s, 0)
         self.look_for_strangers()
         for process in processes:
@@ -18316,11 +18269,9 @@ def scheduler_options(scheduler: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def batch_words(submission: Submission, partition: Partition) -> List[str]:
-    """The options of sbatch for an allocation. Refused for those that do not go with one.
-
-    Fields of the scheduler beat slurm_defaults, and these beat what is generated; False there leaves an
-    option out. The scheduler's `extra` stands last, and so beats all.
-    """
+    """The options of sbatch for an allocation. Refused for those that do not go with one. Fields of the
+    scheduler beat slurm_defaults, and these beat what is generated; False there leaves an option out. The
+    scheduler's `extra` stands last, and so beats all."""
     settings, scheduler = submission.settings, submission.scheduler
     defaults, own = default_options(submission.workflow), scheduler_options(scheduler)
     where = f"scheduler {scheduler.get('name')}"
@@ -18372,11 +18323,9 @@ def runner_words(submission: Submission, caller: Caller) -> List[str]:
 
 
 def each_node_words(workflow: Dict[str, Any]) -> str:
-    """srun that starts a runner on each node, as a line of shell.
-
-    A site's WaitTime must not end the others when one retires, nor one that fails. It overlaps: the steps of
-    jobs need the same CPUs. Its size is given: the job's --ntasks-per-node would be inherited.
-    """
+    """srun that starts a runner on each node, as a line of shell. A site's WaitTime must not end the others
+    when one retires, nor one that fails. It overlaps: the steps of jobs need the same CPUs. Its size is
+    given: the job's --ntasks-per-node would be inherited."""
     mpi = (workflow.get('execution_config') or {}).get('srun_mpi')
     words = ['srun', '--overlap', '--wait=0', '--kill-on-bad-exit=0']
     words += [shlex.quote(f'--mpi={mpi}')] if mpi else []
@@ -18407,10 +18356,6 @@ def format_batch_script(submission: Submission, words: Sequence[str], caller: Ca
 
 # -------- sbatch, and what its replies mean --------
 
-# Without --all squeue leaves out what is in hidden partitions, also to whom it belongs (seen with 22.05).
-ALL_OWN_JOBS = ('squeue', '--me', '--all', '-h', '-t', 'all', '-o')
-
-
 class OwnJob(Row):
     """A job in the queue, or one that has just left it."""
     id: int
@@ -18419,13 +18364,14 @@ class OwnJob(Row):
     comment: str
 
 
-def find_own_jobs_argv() -> List[str]:
-    """squeue for all own jobs, also those that have ended a short time ago (MinJobAge)."""
-    return slurm_argv(*ALL_OWN_JOBS, '%i|%T|%j|%k')
+def own_jobs_argv(columns: str = '%i|%T|%j|%k') -> List[str]:
+    """squeue for all own jobs, also those that have ended a short time ago (MinJobAge). Without --all it
+    leaves out what is in hidden partitions, also to whom it belongs (seen with 22.05)."""
+    return slurm_argv('squeue', '--me', '--all', '-h', '-t', 'all', '-o', columns)
 
 
 def parse_own_jobs(text: str) -> List[OwnJob]:
-    """What find_own_jobs_argv() asks for."""
+    """What own_jobs_argv() asks for."""
     return [OwnJob(int(number), parse_slurm_state(state), name, comment)
             for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
 
@@ -18441,10 +18387,8 @@ def find_submitted(jobs: Iterable[OwnJob], submission: Submission) -> Optional[O
 
 def judge_submission(reply: Reply) -> Dict[str, Any]:
     """What sbatch has answered, for the server: a Slurm job, a refusal, or, with `retry_s`, nothing clear.
-
     255 is an error of its own about its options ('sbatch: error: Invalid --mem specification', 22.05); also
-    of ssh(1), where that is what calls it.
-    """
+    of ssh(1), where that is what calls it."""
     found = SUBMITTED.findall(reply.out) if reply.code == 0 else ()
     if found:
         number, cluster = found[-1]
@@ -18480,7 +18424,7 @@ def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], Lis
     unknown = [row for row in rows if not row['scheduler_id']]
     numbers = [row['scheduler_id'] for row in rows if row['scheduler_id']]
     if unknown:     # whoever submitted them was killed, or is at it, and will find them canceled
-        reply = ask_slurm(find_own_jobs_argv())
+        reply = ask_slurm(own_jobs_argv())
         if reply.code:
             return [], [f'squeue: {explain_reply(reply)}']
         own = {job.comment: job.id for job in parse_own_jobs(reply.out)}
@@ -18868,11 +18812,9 @@ def read_step_sign(text: str) -> str:
 
 def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state: str = '',
                stopped_for: str = '') -> str:
-    """Which of STEP_OUTCOMES the end of a step is.
-
-    `code`, `signal_number`: srun's end; no signal if we have killed it. `sign`: see read_step_sign. `state`:
-    from the accounting, a name of SLURM_STATES, or ''. `stopped_for`: why this runner has ended it, or ''.
-    """
+    """Which of STEP_OUTCOMES the end of a step is. `code`, `signal_number`: srun's end; no signal if we have
+    killed it. `sign`: see read_step_sign. `state`: from the accounting, a name of SLURM_STATES, or ''.
+    `stopped_for`: why this runner has ended it, or ''."""
     kind = STEP_STATES.get(state, '')
     if 'memory' in (kind, sign) and notes.number:
         return 'memory'     # also if only a child was killed and the rest has ended with 0
@@ -18924,7 +18866,6 @@ SSTAT_FORMAT = 'JobID,AveCPU,MaxRSS'
 SACCT_FORMAT = 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State'
 
 
-
 class StepRecord(Row):
     """What sacct says of a step; None: nothing. Six columns of slurm_stats, and how it ended."""
     max_rss_bytes: Optional[int] = None
@@ -18944,7 +18885,6 @@ class StepRecord(Row):
     def has_figures(self) -> bool:
         """Whether anything was measured; zeros are figures too."""
         return self.max_rss_bytes is not None or self.ave_cpu_seconds is not None
-
 
 
 STATS_FIELDS = StepRecord._fields[:6]
@@ -19320,11 +19260,9 @@ def measure_node(options: RunnerOptions, root: str = '') -> NodeSize:
 
 
 def named_devices() -> Optional[List[str]]:
-    """GPUs that the environment names; [] if it hides all, None if it says nothing.
-
-    CUDA ends its list at the first name that is none, such as -1, and takes an empty list for no GPU (CUDA
-    Programming Guide, environment variables). Slurm names GPUs also where it does not confine them.
-    """
+    """GPUs that the environment names; [] if it hides all, None if it says nothing. CUDA ends its list at the
+    first name that is none, such as -1, and takes an empty list for no GPU (CUDA Programming Guide,
+    environment variables). Slurm names GPUs also where it does not confine them."""
     for name in ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES'):
         if name in os.environ:
             words = [word.strip() for word in os.environ[name].split(',')]
@@ -19768,9 +19706,8 @@ def add_member(bundle: Any, name: str, file: Any) -> int:
 #
 # The window is compute_node_wait_for_healthy_database_minutes, anew in each outage; offline is the page's
 # offline drain. There is no lease then, so that nothing is claimed or started, be it a job, a command of an
-# action or a recovery script, and the server is asked once in a ping interval. What is not acknowledged is
-# held in memory as before, and goes with the first request that is answered; what is due starts then. See
-# also OfflineDrain, and Runner.has_drained.
+# action or a recovery script, and the server is asked once in a ping interval. See also OfflineDrain, and
+# Runner.has_drained.
 
 
 class NodeContext:
@@ -20079,7 +20016,6 @@ class ServerLink(Part):
         except OUTAGES as error:
             self.on_no_answer(error)
 
-
     def plan_wait(self, wants: bool, tells: bool, most_s: float) -> None:
         """Before a request: once one that wanted jobs got none, the server may keep the next for a while."""
         self.waits_s = max(0.0, most_s) if self.is_idle and wants and not tells else 0.0
@@ -20203,10 +20139,8 @@ class ServerLink(Part):
 
 class OfflineDrain(Part):
     """Keeps completions on disk while the server is away, in case that this runner ends before it is back.
-
     Nothing is started meanwhile, so that the loop may wait for the disk. What cannot be written stays in
-    memory, and is tried again once in a ping interval. Jobs never depend on it.
-    """
+    memory, and is tried again once in a ping interval. Jobs never depend on it."""
 
     def __init__(self, context: NodeContext) -> None:
         super().__init__(context)
@@ -20579,11 +20513,9 @@ class Completions(Part):
             self.judge(attempt)
 
     def judge(self, attempt: Attempt) -> None:
-        """Ask what an end means: at once, or, where the answer is to come from elsewhere, later.
-
-        Who signals a whole control group means the runner too: a job that dies of such a signal was perhaps
-        interrupted, and has not failed. Nor is one done that has ended with 0 as Slurm was about to send it.
-        """
+        """Ask what an end means: at once, or, where the answer is to come from elsewhere, later. Who signals
+        a whole control group means the runner too: a job that dies of such a signal was perhaps interrupted,
+        and has not failed. Nor is one done that has ended with 0 as Slurm was about to send it."""
         now, is_doubtful = time.monotonic(), attempt.end.is_doubtful
         until = attempt.ended_at + (DOUBT_LOOK_S if is_doubtful else SHARED_SIGNAL_S)
         if is_doubtful and until <= now < attempt.ended_at + SHARED_SIGNAL_S \
@@ -20638,10 +20570,9 @@ class Completions(Part):
             self.report(attempt)
 
     def cut_output(self, attempt: Attempt) -> None:
-        """Cut what a job printed where it goes beyond --max-output-bytes. Jobs write at the end of their files.
-
-        RLIMIT_FSIZE would end the job (SIGXFSZ), and would also limit what it writes elsewhere (getrlimit(2)).
-        """
+        """Cut what a job printed where it goes beyond --max-output-bytes. Jobs write at the end of their
+        files. RLIMIT_FSIZE would end the job (SIGXFSZ), and would also limit what it writes elsewhere
+        (getrlimit(2))."""
         files = {attempt.stderr: 'stderr', attempt.stdout: 'stdout'}
         for path, name in files.items() if self.most_bytes is not None else ():
             with contextlib.suppress(OSError, TypeError):       # it is gone, or its disk; or there is none
@@ -21072,8 +21003,6 @@ class Monitor(Part):
         values = self.node.sample()
         if self.settings.has_node_series:
             self.series.add('node', int(time.time()), *values)
-
-    # ---- memory limits ----
 
     def take_check(self, attempt: Attempt, check: Errand, now: float) -> None:
         """The proportional size of a job was read: end it if it is above its limit."""
@@ -21540,8 +21469,6 @@ class Accounting(Part):
         """Slurm keeps the limits of steps, and the starter has judged it."""
         return verdict
 
-    # ---- when ----
-
     def due(self) -> float:
         """The next question, or the end of all waiting."""
         return min(self.sample_at if self.starter.running else math.inf, self.asks_at(), self.give_up_at())
@@ -21582,8 +21509,6 @@ class Accounting(Part):
         argv = slurm_argv(name, *words, '--format', columns, '-P', '-n')
         self.launcher.query(argv, STEP_QUERY_S, on_reply, query_variables())
 
-    # ---- sstat ----
-
     def ask_samples(self, now: float) -> None:
         """One sstat for all steps that are there."""
         asked = {step.number: attempt for attempt, step in self.starter.running.items() if step.number}
@@ -21605,8 +21530,6 @@ class Accounting(Part):
             percent = attempt.step.usage.add(now, cpu_s, memory_bytes)
             if percent is not None and settings.has_job_series:
                 self.monitor.series.add_job(attempt.id, attempt.name, (at, percent, memory_bytes or 0, 1))
-
-    # ---- sacct ----
 
     def on_records(self, asked: Sequence[Attempt], reply: Reply) -> None:
         """Take in what is on record of steps that have ended. A runner that leaves waits for no figures."""
@@ -21880,16 +21803,12 @@ class AllocationWatch(Part):
 # server is away for too long (16b) it leaves as soon as nothing runs here and all ends are in its journal: it
 # then runs no more actions, stays on that list until its lease is over, and its error (exit 3) says how the
 # journal is brought in. Signals and the end of its time stop jobs as ever.
-#
-# A new part is a class with `due` and `act`, and an entry of Runner.parts: its place in the turn.
 
 
 class Wakeup:
     """The only wait. SIGCHLD, and what ends a runner (SIGINT, SIGTERM, SIGHUP, SIGXCPU), end it; their
-    handlers do nothing. SIGXCPU says that the CPU time which `ulimit -t` allows is used up.
-
-    Needs the main thread (signal.set_wakeup_fd). What was set before is set again by `close`.
-    """
+    handlers do nothing. SIGXCPU says that the CPU time which `ulimit -t` allows is used up. Needs the main
+    thread (signal.set_wakeup_fd). What was set before is set again by `close`."""
 
     def __init__(self, keeper: Optional[Keeper] = None) -> None:
         self.keeper = keeper
@@ -22136,7 +22055,7 @@ def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]],
     workflow_id = context.workflow_id
     rows = [row for row in client.call('list_scheduled_compute_nodes', workflow_id=workflow_id,
                                        status='pending')['items'] if row['scheduler_type'] == 'slurm']
-    queue = ask(find_own_jobs_argv()) if rows else Reply(0, '', '')
+    queue = ask(own_jobs_argv()) if rows else Reply(0, '', '')
     if queue.code:
         return
     pending = {job.id for job in parse_own_jobs(queue.out) if job.state == 'PENDING'}
@@ -22502,11 +22421,9 @@ class SlurmEnd(Row):
 
 
 def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: str = '') -> AllocationsSeen:
-    """Which allocations are alive, which are gone, and which are neither for certain.
-
-    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue of this
-    `cluster` ('': not known).
-    """
+    """Which allocations are alive, which are gone, and which are neither for certain. `reply` is that to
+    own_jobs_argv(SEEN_FORMAT): all jobs of the user, so that what it lacks is not in the queue of this
+    `cluster` ('': not known)."""
     seen = AllocationsSeen()
     listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
     for row in rows:
@@ -22541,11 +22458,6 @@ def ask_cluster_name(rows: Sequence[Dict[str, Any]]) -> str:
     if not any(row['cluster'] for row in rows):
         return ''
     return parse_config(ask_slurm(slurm_argv('scontrol', 'show', 'config')).out).get('ClusterName', '')
-
-
-def seen_argv() -> List[str]:
-    """squeue for all of the user's jobs, also those that have ended a short time ago (MinJobAge)."""
-    return slurm_argv(*ALL_OWN_JOBS, SEEN_FORMAT)
 
 
 def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
@@ -22742,11 +22654,9 @@ def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str,
 
 
 def find_memory_violation(use: JobUse) -> str:
-    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
-
-    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
-    of the runtime counts as well.
-    """
+    """Why a job seems to have needed more memory, in Torc's word; '' if it does not. Where the kernel or
+    Slurm kills for memory, nothing may have been measured: SIGKILL well before the end of the runtime counts
+    as well."""
     limit, runtime_s = limit_of('memory', use.needs), limit_of('runtime', use.needs)
     if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
         return 'memory_exceeded'
@@ -22845,10 +22755,8 @@ def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]],
                      multipliers: Dict[str, float],
                      downsizes: bool) -> List[Tuple[str, List[Correction]]]:
     """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
-
-    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
-    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
-    """
+    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing is
+    downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that."""
     groups: Dict[int, List[JobUse]] = {}
     for use in uses:
         groups.setdefault(use.needs['id'], []).append(use)
@@ -22954,12 +22862,6 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
     return use._replace(kind=kind, evidence=f'{seen}: {why}' if why else use.result.get('reason') or seen)
 
 
-class Ceiling(Row):
-    """The most of a resource that a job can get."""
-    most: float         # seconds, or bytes
-    where: str          # what gives it: 'partition long', 'the walltime of the allocations'
-
-
 class Remedy(Row):
     """New values for the requirements of some jobs."""
     needs: Dict[str, Any]
@@ -22981,7 +22883,8 @@ class RemedyRules(Row):
     multipliers: Dict[str, float]       # of MEASURES; what has none stays as it is
     kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
     is_shared: bool = False             # requirements change for all jobs that have them
-    ceiling_of: Callable[[Dict[str, Any], str], Optional[Ceiling]] = lambda needs, resource: None
+    # The most of a resource that jobs can get, and what gives it: 'partition long'; None: not known.
+    ceiling_of: Callable[[Dict[str, Any], str], Optional[Tuple[float, str]]] = lambda needs, resource: None
     losses: Optional[Dict[int, int]] = None     # job -> how often it was lost, where that is more than once
 
 
@@ -23023,7 +22926,7 @@ def correct_group(group: Sequence[JobUse], rules: RemedyRules, made: Remedies) -
     needs, corrections = group[0].needs, []     # type: Any, List[Correction]
     for wanted in increase(group, rules.multipliers):
         ceiling = rules.ceiling_of(dict(needs, **new_values(corrections)), wanted.resource)
-        corrections += [wanted] if ceiling is None else bound_correction(wanted, ceiling, made.notes)
+        corrections += [wanted] if ceiling is None else bound_correction(wanted, *ceiling, made.notes)
     helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
     for failure in group:
         lacked = FAILURE_CLASSES[failure.kind].resource
@@ -23036,17 +22939,17 @@ def correct_group(group: Sequence[JobUse], rules: RemedyRules, made: Remedies) -
     return corrections
 
 
-def bound_correction(item: Correction, ceiling: Ceiling, notes: List[str]) -> List[Correction]:
+def bound_correction(item: Correction, most: float, where: str, notes: List[str]) -> List[Correction]:
     """A correction with no more than there is, if that is more than now; else none. What is cut is told."""
     row = MEASURES[item.resource]
-    if row.parse(item.new) <= ceiling.most:
+    if row.parse(item.new) <= most:
         return [item]
     names, (unit, write) = first_of([use.job['name'] for use in item.uses]), row.units[-1]
-    item = item._replace(new=write(int(ceiling.most // unit)))
-    if ceiling.most <= row.parse(item.original):
-        notes.append(f'{names}: {item.original} cannot become more, {ceiling.where} gives at most {item.new}')
+    item = item._replace(new=write(int(most // unit)))
+    if most <= row.parse(item.original):
+        notes.append(f'{names}: {item.original} cannot become more, {where} gives at most {item.new}')
         return []
-    notes.append(f'{names}: gets no more {item.resource} than {ceiling.where} gives, {item.new}')
+    notes.append(f'{names}: gets no more {item.resource} than {where} gives, {item.new}')
     return [item]
 
 
@@ -23287,11 +23190,9 @@ class WatchStep(Row):
 
 
 class Watcher:
-    """Decides what is to be done about a workflow; nothing is called, and times are given.
-
-    One that was killed, and is started again, goes on with what it had counted. Recoveries count in runs that
-    followed upon each other: a run that somebody else has begun begins the count anew.
-    """
+    """Decides what is to be done about a workflow; nothing is called, and times are given. One that was
+    killed, and is started again, goes on with what it had counted. Recoveries count in runs that followed
+    upon each other: a run that somebody else has begun begins the count anew."""
     COUNTED = ('began_at', 'recovered_runs', 'scheduled_at', 'idle_submissions', 'last_result',
                'ended_allocations')
 
@@ -23351,11 +23252,9 @@ class Watcher:
         self.still_polls += 1
 
     def look(self, found: Dict[str, Any], clock: float) -> None:
-        """Take in what the server has found since `last_result`.
-
-        A submission is idle until an attempt has ended, or one was interrupted a while after it: allocations
-        that end at once would else be replaced for ever, and each of them is paid for.
-        """
+        """Take in what the server has found since `last_result`. A submission is idle until an attempt has
+        ended, or one was interrupted a while after it: allocations that end at once would else be replaced
+        for ever, and each of them is paid for."""
         self.seen, self.clock = found, clock
         if self.last_result is None:
             self.mark()
@@ -28044,7 +27943,7 @@ class Submitter:
         item = Submission(row['id'], self.workflow, row['scheduler'], row['settings'], row['needs'],
                           row['database_id'])
         if row['free_s'] is not None:
-            reply = ask_slurm(find_own_jobs_argv())
+            reply = ask_slurm(own_jobs_argv())
             found = find_submitted(parse_own_jobs(reply.out), item)
             if reply.code:      # nothing is submitted again without an answer
                 return {'message': explain_reply(reply), 'retry_s': LOOK_PAUSE_S}
@@ -28874,7 +28773,7 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
     survey, seen = session.call('survey_allocations', workflow_id=workflow_id), AllocationsSeen()
     rows = survey['allocations']
     if rows:
-        seen = look_at_allocations(rows, ask_slurm(seen_argv()), ask_cluster_name(rows))
+        seen = look_at_allocations(rows, ask_slurm(own_jobs_argv(SEEN_FORMAT)), ask_cluster_name(rows))
     if seen.gone:
         since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
         argv = sacct_argv(seen.gone, since, END_FORMAT, '-X')       # their last runs
@@ -29437,8 +29336,9 @@ def count_losses(session: Session, found: Evidence) -> Dict[int, int]:
 
 
 def find_ceiling(partitions: Sequence[Partition], walltime: Optional[int], end_s: int, needs: Dict[str, Any],
-                 resource: str) -> Optional[Ceiling]:
-    """The most of a resource that a job can get of allocations to come, until these stop it; None: not known.
+                 resource: str) -> Optional[Tuple[float, str]]:
+    """The most of a resource that a job can get of allocations to come, until these stop it, in the unit of
+    its Measure, and what gives it; None: not known.
 
     That is what a partition gives which can run it otherwise. But only memory moves a job to a special one,
     or to GPUs that it does not use, unless there are no others.
@@ -29446,7 +29346,7 @@ def find_ceiling(partitions: Sequence[Partition], walltime: Optional[int], end_s
     if not partitions:
         return None
     if resource == 'runtime' and walltime is not None:
-        return Ceiling(max(0, walltime - end_s), 'the walltime of the allocations')
+        return max(0, walltime - end_s), 'the walltime of the allocations'
     least, amount_of = {
         'memory': ('1m', lambda partition: partition.memory_mb * MEGABYTE),
         'cpu': (1, lambda partition: partition.cpus_per_node * 100.0),
@@ -29456,10 +29356,9 @@ def find_ceiling(partitions: Sequence[Partition], walltime: Optional[int], end_s
     fitting = fitting_partitions(partitions, read_resource_class(small))
     usual = [partition for partition in fitting if not partition.requires_explicit_request
              and (needs['num_gpus'] or not partition.gpus)]
-    found = [(amount_of(partition), partition.name)
+    found = [(amount_of(partition), f'partition {partition.name}')
              for partition in (usual if resource != 'memory' and usual else fitting)]
-    most, name = max(found, default=(0, ''), key=lambda pair: pair[0])
-    return Ceiling(most, f'partition {name}') if found else None
+    return max(found, default=None, key=lambda pair: pair[0])
 
 
 def preview(session: Session, found: Evidence, plan: RecoveryPlan, args: Arguments) -> RecoveryPlan:
