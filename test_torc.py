@@ -12109,8 +12109,9 @@ class RegenerationTest(unittest.TestCase):
         plan = torc.plan_allocations(demand.graph, demand.classes, KESTREL, torc.PlanOptions(group_by, suffix='regen'))
         self.supply = torc.Supply(demand, allocations)
         names = demand.graph.names
-        return [(row.block['name'], ' '.join(names[job] for job in row.jobs),
-                 [(stage['num_allocations'], ' '.join(names[demand.job_ids.index(gate)] for gate in stage['job_ids'])) for stage in row.stages])
+        def named(ids: List[int]) -> str:
+            return ' '.join(names[demand.job_ids.index(job_id)] for job_id in ids)
+        return [(row['scheduler']['name'], named(row['job_ids']), [(stage['num_allocations'], named(stage['job_ids'])) for stage in row['stages']])
                 for row in torc.renew(demand, plan, self.supply, 'acct')]
 
     @staticmethod
@@ -12187,7 +12188,7 @@ class RegenerationTest(unittest.TestCase):
         for allocations, wanted in (((), [(7, [([], 3)]), (8, [([11], 1)])]), ([self.allocation(7)] * 2, [(7, [([], 1)]), (8, [([11], 1)])]),
                                     ([self.allocation(7)] * 3 + [self.allocation(8)], [])):
             found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers, {})
-            self.assertEqual(wanted, [(row.scheduler_id, [(stage['job_ids'], stage['num_allocations']) for stage in row.stages]) for row in found])
+            self.assertEqual(wanted, [(row['scheduler_id'], [(stage['job_ids'], stage['num_allocations']) for stage in row['stages']]) for row in found])
 
 
 class RecordedPlanTest(WorldTest):

@@ -16815,13 +16815,6 @@ class Launcher:
             with contextlib.suppress(OSError):  # the one that listdir itself had open
                 os.set_inheritable(number, number < 3)
 
-    def guard(self, name: str, *arguments: Any) -> None:
-        """Let the keeper do something more when this process has died."""
-        if self.keeper is not None:
-            self.keeper.call('at_end', name, *arguments)
-
-    # ---- starting ----
-
     def start(self, argv: Sequence[bytes], variables: Dict[str, Optional[str]], outputs: Sequence[int],
               name: str, on_end: Callable[[Process], Any] = bool) -> Process:
         """Start a program by its path, with variables over our environment; one that is None is removed.
@@ -16856,8 +16849,6 @@ class Launcher:
     def begin(self, work: Callable[[], Any]) -> Errand:
         """Begin an errand; its end ends the wait of the loop."""
         return Errand(work, self.wake)
-
-    # ---- reaping ----
 
     def due(self) -> float:
         """When `kill_due` has something to do even if no SIGCHLD comes (monotonic, or infinite)."""
@@ -16949,8 +16940,6 @@ class Launcher:
                           lambda pid: read_proc_text(f'/proc/{pid}/comm').strip() != KEEPER_NAME)
         send_signal(pids, number)
         send_signal(pids, signal.SIGCONT)
-
-    # ---- stopping ----
 
     def stop(self, processes: Sequence[Process], number: int, lead_s: float) -> None:
         """Ask processes to end, with all that they have started; SIGKILL follows after `lead_s`. The jobs of
@@ -21191,7 +21180,8 @@ class SlurmStarter(Part):
         # Their own limit is rounded up, and slurmctld looks each 30 s: it is a second line.
         self.stop_before_s = context.config['sigkill_headroom_seconds']
         self.kill_before_s = self.stop_before_s / 2
-        self.launcher.guard('end_steps', self.directory, self.allocation.job_id)
+        if self.launcher.keeper is not None:    # for when this process has died
+            self.launcher.keeper.call('at_end', 'end_steps', self.directory, self.allocation.job_id)
 
     # ---- starting ----
 
@@ -21983,8 +21973,6 @@ class Shutdown(Part):
         self.dispatcher.stop(reason, lead_s, self.interrupted_by)
         log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
 
-    # ---- when nobody has asked for it ----
-
     def look(self) -> None:
         """Decide whether it is time to leave."""
         context, link = self.context, self.link
@@ -22150,8 +22138,6 @@ class Runner:
         self.parts = [launcher, starter, *filter(None, [self.accounting]), self.monitor, watch, link,
                       self.shutdown, self.completions, self.actions, self.dispatcher, self.drain]
 
-    # ---- the loop ----
-
     def turn(self) -> None:
         """Let every part act once, and speak to the server."""
         for part in self.parts:
@@ -22207,8 +22193,6 @@ class Runner:
         for number in self.wakeup.wait(wait_s, self.link.pending):
             if number != signal.SIGCHLD:
                 self.shutdown.on_signal(number)
-
-    # ---- life ----
 
     def run(self) -> None:
         """Register, work, leave."""
@@ -23039,18 +23023,12 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
                   found['newest_scheduler_id'], found['newest_allocation_id'])
 
 
-class Renewal(Row):
-    """A scheduler, as far as its allocations are needed."""
-    block: Dict[str, Any]       # as an entry of slurm_schedulers
-    is_bound: bool
-    jobs: List[int]             # that it is for, and is bound to
-    stages: List[Dict[str, Any]]        # num_allocations, and job_ids: their gates; none: at once
-    scheduler_id: Optional[int] = None  # it is there already
+Renewal = Dict[str, Any]        # a StoredScheduler of MODELS, for its job_ids; those of a stage are its gates
 
 
 def sum_allocations(renewals: Iterable[Renewal], are_deferred: bool = False) -> int:
     """The allocations of all stages, or of those that wait for their gates."""
-    return sum(stage['num_allocations'] for renewal in renewals for stage in renewal.stages
+    return sum(stage['num_allocations'] for renewal in renewals for stage in renewal['stages']
                if stage['job_ids'] or not are_deferred)
 
 
@@ -23095,8 +23073,8 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) ->
                 gates = [] if is_due else [demand.job_ids[gate] for gate in stage.gates]
                 stages.append({'job_ids': gates, 'num_allocations': stage.num_allocations - taken})
         if stages:
-            block = scheduler_block(made, account)
-            renewals.append(Renewal(block, made.is_bound, sorted(jobs), stages))
+            renewals.append({'scheduler': scheduler_block(made, account), 'is_bound': made.is_bound,
+                             'job_ids': [demand.job_ids[job] for job in sorted(jobs)], 'stages': stages})
     return renewals
 
 
@@ -23105,15 +23083,16 @@ def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str,
     """The links that chains need beside the supply. `schedulers` are those of the workflow, by id."""
     renewals, levels = [], find_levels(demand.graph) if demand.chains else []
     for chain_id, members in sorted(demand.chains.items()):
-        block, jobs = schedulers[chain_id], [job for job, _ in members]
+        chain, jobs = schedulers[chain_id], [job for job, _ in members]
         runtime_s, first = max(runtime_s for _, runtime_s in members), min(levels[job] for job in jobs)
         # What is first of them waits for none of the others.
         gates = [demand.job_ids[job] for job in jobs if levels[job] == first] if first else []
-        count = count_links(workflow, len(jobs), block['walltime'], runtime_s)
+        count = count_links(workflow, len(jobs), chain['walltime'], runtime_s)
         count -= supply.take(Stage(jobs, [], count), runtime_s)
         if count:
-            stage = {'job_ids': gates, 'num_allocations': count}
-            renewals.append(Renewal(block, True, jobs, [stage], chain_id))
+            renewals.append({'scheduler': chain, 'scheduler_id': chain_id, 'is_bound': True,
+                             'job_ids': [demand.job_ids[job] for job in jobs],
+                             'stages': [{'job_ids': gates, 'num_allocations': count}]})
     return renewals
 
 
@@ -23133,27 +23112,18 @@ def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict
             and not action['executed'] and not is_needed(action)]
 
 
-def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], taken: Sequence[int]) -> Dict[str, Any]:
-    """What the server is to store: a StoreAllocationsRequest."""
-    return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id,
-            'newest_allocation_id': demand.newest_allocation_id, 'taken': list(taken), 'schedulers': [
-                {'scheduler': renewal.block, 'scheduler_id': renewal.scheduler_id,
-                 'is_bound': renewal.is_bound, 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
-                 'stages': renewal.stages} for renewal in renewals]}
-
-
 def regeneration_rows(demand: Demand, renewals: Sequence[Renewal],
                       scheduler_ids: Sequence[int]) -> List[Dict[str, Any]]:
     """The schedulers as JSON shows them: those that were stored have ids."""
-    rows = []
+    rows, names = [], dict(zip(demand.job_ids, demand.graph.names))
     for index, renewal in enumerate(renewals):
         keys = ('name', 'account', 'partition', 'walltime') + (() if scheduler_ids else ('mem',)) + ('nodes',)
         row = {'id': scheduler_ids[index]} if scheduler_ids else {}     # type: Dict[str, Any]
-        row.update({key: renewal.block.get(key) for key in keys},
-                   num_allocations=sum_allocations([renewal]), job_count=len(renewal.jobs))
+        row.update({key: renewal['scheduler'].get(key) for key in keys},
+                   num_allocations=sum_allocations([renewal]), job_count=len(renewal['job_ids']))
         if not scheduler_ids:
-            row['job_names'] = [demand.graph.names[job] for job in renewal.jobs]
-        rows.append(dict(row, has_dependencies=any(stage['job_ids'] for stage in renewal.stages)))
+            row['job_names'] = [names[job_id] for job_id in renewal['job_ids']]
+        rows.append(dict(row, has_dependencies=bool(sum_allocations([renewal], True))))
     return rows
 
 
@@ -23353,8 +23323,6 @@ class Watcher:
             'submit' if seen['has_scheduler'] else 'run'
         reason += f' (`{command}` it, or give --auto-schedule or --persistent)'
         return WatchStep('end', reason, 1, command)
-
-    # -------- what came of a step --------
 
     def on_look(self, now: float, doubts: Sequence[str]) -> None:
         """Slurm was asked."""
@@ -28885,7 +28853,7 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
         queued = counted(supply.num_counted, 'allocation', 'is/are')
         warnings.append(f'{queued} queued or running: what these will do is not planned again')
     for renewal in renewals:
-        check_scheduler(workflow, dict(renewal.block, id=0), options.settings)
+        check_scheduler(workflow, dict(renewal['scheduler'], id=0), options.settings)
     return Regeneration(options, demand, is_begun, profile, made, renewals, warnings)
 
 
@@ -28908,13 +28876,15 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any],
     demand = planned.demand
     if planned.renewals:
         actions = session.call('get_workflow_actions', workflow_id=number)
-        body = stored_plan_of(demand, planned.renewals, actions_to_take(demand, planned.plan, actions))
+        body = {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id,
+                'newest_allocation_id': demand.newest_allocation_id,
+                'taken': actions_to_take(demand, planned.plan, actions), 'schedulers': list(planned.renewals)}
         stored = session.call('store_allocations', body, workflow_id=number)
     if options.submits:
         due = [{'action_id': action_id} for action_id in stored.get('due') or ()]
         outcome = Submitter(session, workflow).run({'settings': options.settings, 'actions': due})
         report_troubles(session, workflow, outcome)
-    known = [renewal.scheduler_id for renewal in planned.renewals]
+    known = [renewal.get('scheduler_id') for renewal in planned.renewals]
     value = describe_regeneration(number, planned, stored.get('scheduler_ids') or known)
     value.update(total_allocations=sum_allocations(planned.renewals),
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
