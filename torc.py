@@ -7202,6 +7202,7 @@ def list_required(context: Context, workflow_id: int, table: str, condition: str
 CRATE_PLAN = '#torc-workflow'
 CRATE_RUN = '#torc-run-id-{}'
 CRATE_SOFTWARE = '#software-{}-run-id-{}'
+CRATE_PROGRAM = {'name': 'torc.py', 'version': __version__, 'torc:git_hash': RELEASE_TAG}
 ACTION = ('CreateAction', 'prov:Activity')
 FILE_ROW = 'id, path, identifier, st_mtime'
 
@@ -7240,15 +7241,19 @@ def put_software(context: Context, workflow_id: int, role: str) -> None:
     run_id = workflow_state(context, workflow_id).run_id
     types = ('SoftwareApplication', 'prov:SoftwareAgent')
     put_entity(context, workflow_id, CRATE_SOFTWARE.format(role, run_id), types,
-               {'name': 'torc.py', 'version': __version__, 'torc:git_hash': RELEASE_TAG})
+               CRATE_PROGRAM)
+
+
+def describe_action(run_id: int) -> Values:
+    """What a run has in common with the attempts of jobs in it."""
+    agents = [CRATE_SOFTWARE.format(role, run_id) for role in ('torc', 'torc-server')]
+    return {'prov:hadPlan': refer(CRATE_PLAN), 'instrument': refer(agents[0]),
+            'prov:wasAssociatedWith': refer(*agents)}
 
 
 def put_action(context: Context, state: WorkflowState, entity_id: str, metadata: Values) -> None:
     """Describe a run, or an attempt of a job in it."""
-    agents = [CRATE_SOFTWARE.format(role, state.run_id) for role in ('torc', 'torc-server')]
-    put_entity(context, state.id, entity_id, ACTION, dict({
-        'prov:hadPlan': refer(CRATE_PLAN), 'instrument': refer(agents[0]),
-        'prov:wasAssociatedWith': refer(*agents)}, **metadata))
+    put_entity(context, state.id, entity_id, ACTION, dict(describe_action(state.run_id), **metadata))
 
 
 def put_file(context: Context, workflow_id: int, row: Cells, more: Values) -> None:
@@ -9845,6 +9850,8 @@ def update_row(context: Context, resource: str, row_id: int, body: Values) -> Va
         raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot be changed")
     if resource == 'file':
         values['st_mtime'] = body.get('st_mtime')   # as in Torc, whose clients leave out what is null
+    if resource == 'ro_crate_entity':
+        values['file_id'] = body.get('file_id')     # the same
     context.update(resource, row_id, values)
     return read_row(context, resource, row_id)
 
@@ -25784,11 +25791,12 @@ class Noun(Row):
     name: str           # one of them, as in create_NAME and get_NAME
     columns: str        # of its list; the titles are Torc's
     keys: Sequence[str] = ()    # that its JSON always has
+    plural: str = ''    # in the name of its list operation, unless it is the first word of its commands
 
     @property
     def words(self) -> str:
         """One of them, for people."""
-        return self.name.replace('_', ' ').replace('slurm', 'Slurm')
+        return self.name.replace('_', ' ').replace('slurm', 'Slurm').replace('ro crate', 'RO-Crate')
 
 
 MEASURED = ('peak_memory_bytes', 'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')
@@ -25824,6 +25832,8 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'Duration=duration_seconds, -CPU peak/avg=(cpu), -Mem peak/avg=(memory)',
         (*MEASURED, 'sample_count', 'duration_seconds')),
     'slurm': Noun('slurm_scheduler', ''),       # its list has another operation
+    'ro-crate': Noun('ro_crate_entity', 'ID=id, Entity ID=entity_id, Type=entity_type, File ID=file_id',
+                     plural='ro_crate_entities'),
 }
 JOB_JOB_COLUMNS = ('Job ID=job_id, Job Name=job_name, -Blocked By Job ID=depends_on_job_id, '
                    'Blocked By Job Name=depends_on_job_name')
@@ -25875,7 +25885,7 @@ def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
 
 def cmd_list(session: Session, args: Arguments) -> Listing:
     """Objects of a workflow; the other arguments are the list operation's own filters."""
-    plural = session.command.name.partition(' ')[0].replace('-', '_')
+    plural = noun_of(session).plural or session.command.name.partition(' ')[0].replace('-', '_')
     query = given(args, 'workflow_id', 'exclude')
     query['workflow_id'] = choose_workflow(session, args)
     items = [with_nulls(dated(item), noun_of(session).keys)
@@ -25888,7 +25898,7 @@ def cmd_list(session: Session, args: Arguments) -> Listing:
         raise BadInput(f"-x {word}: there is no such column{did_you_mean(word, headings)}; there are: "
                        + ', '.join(headings))
     return Listing([heading for title, heading in headings.items() if title not in excluded], items,
-                   plural.replace('_', ' '))
+                   plural.replace('_', ' ').replace('ro crate', 'RO-Crate'))
 
 
 RELATIONS = (           # field of a job, its name in the text, the operation that gets one, its form there
@@ -25959,8 +25969,10 @@ def cmd_update(session: Session, args: Arguments) -> Answer:
     number = args['id'] if 'id' in args else choose_workflow(session, args)
     changes = given(args, 'id', 'workflow_id')
     require_changes(session, changes)
-    if noun_of(session).name == 'file':
-        changes['st_mtime'] = call_on(session, 'get', number).get('st_mtime')   # else it would have none
+    for key in {'file': ['st_mtime'], 'ro_crate_entity': ['file_id']}.get(noun_of(session).name, ()):
+        changes.setdefault(key, call_on(session, 'get', number).get(key))       # else it would have none
+    if changes.get('file_id') == 0:
+        changes['file_id'] = None
     record = call_on(session, 'update', number, changes)
     return Answer(record, [f'Updated {noun_of(session).words} {number}'])
 
@@ -25975,7 +25987,7 @@ def require_changes(session: Session, changes: Any) -> None:
 
 def cmd_delete(session: Session, args: Arguments) -> Answer:
     """Delete one object."""
-    record = call_on(session, 'delete', args['id'])
+    record = dict({'id': args['id']}, **call_on(session, 'delete', args['id']))
     return Answer(record, [f"Deleted {noun_of(session).words} {args['id']}"])
 
 
@@ -26967,6 +26979,162 @@ def draws(op: str, forms: Dict[str, Callable[[Any, Style], str]]) -> CommandFunc
         query = dict(given(args, 'output', 'format'), workflow_id=choose_workflow(session, args))
         return deliver(session, args, session.call(op, **query), forms)
     return command
+
+
+# -------- RO-Crate --------
+#
+# An exported crate is about the directory of its file: what lies below has a relative id, the rest a file:
+# URI. It conforms to RO-Crate 1.1 and Process Run Crate; with the workflow file, which is its main entity, to
+# Workflow Run Crate as well. An entity ./ that users have stored says more of the crate, such as its licence.
+
+CRATE_FILE, CRATE_VERSION = 'ro-crate-metadata.json', 'https://w3id.org/ro/crate/1.1'
+CRATE_TERMS = {'prov': 'http://www.w3.org/ns/prov#', 'torc': 'https://github.com/NatLabRockies/torc/',
+               'fileCount': 'torc:fileCount', 'hashMode': 'torc:hashMode',
+               'sha256': 'https://w3id.org/ro/terms/workflow-run#sha256'}
+CRATE_PROFILES = ('https://w3id.org/ro/wfrun/process/0.5', 'https://w3id.org/ro/wfrun/workflow/0.5',
+                  'https://w3id.org/workflowhub/workflow-ro-crate/1.0')
+DATA_TYPES = {'File', 'Dataset'}
+
+
+def crate_id(path: str, base: str, root: str) -> str:
+    """@id of a file or directory in a crate about `root`, #path if it is gone; URIs and #names stay."""
+    if re.match(r'[A-Za-z][A-Za-z0-9+.-]*:|#|\./\Z', path):
+        return path
+    full = os.path.normpath(os.path.join(base, path))
+    below = os.path.relpath(full, root)
+    scheme = 'file://' if below.split('/')[0] == os.pardir else '#' if is_missing(full) else ''
+    return scheme + urllib.parse.quote(full if '/' in scheme else below) + '/' * path.endswith('/')
+
+
+def listed(value: Any) -> List[Any]:
+    """Values of a key of JSON-LD."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def stored_entities(items: Sequence[Dict[str, Any]], base: str, root: str) -> Dict[str, Any]:
+    """Entities that the server has, by the ids that they have in the crate."""
+    found, names = [], {}       # type: List[Any], Dict[str, str]
+    for item in items:
+        entity = {'@id': item['entity_id'], '@type': item['entity_type'], **item['metadata']}
+        entity['@type'] = listed(entity['@type'])
+        if DATA_TYPES.intersection(entity['@type']):
+            names[entity['@id']] = crate_id(entity['@id'], base, root)
+        if isinstance(entity.get('sameAs'), dict):      # the path of a file with an identifier
+            path = str(entity['sameAs'].get('@id'))
+            names[path], entity['sameAs'] = entity['@id'], crate_id(path, base, root)
+        found.append(entity)
+    renamed = json.loads(format_json(found), object_hook=lambda value: {
+        key: names.get(str(part), part) if key == '@id' else part for key, part in value.items()})
+    return {entity['@id']: entity for entity in renamed}
+
+
+def describe_main(graph: Dict[str, Any], main: str, name: str, runs: Sequence[str]) -> None:
+    """Add the workflow file; that runs carried it out, and what the jobs of each used and made."""
+    graph[main] = {'name': name, 'encodingFormat': mimetypes.guess_type(main)[0] or 'text/plain',
+                   **graph.get(main, {}), '@id': main, 'programmingLanguage': refer('#torc-language'),
+                   '@type': ['File', 'SoftwareSourceCode', 'ComputationalWorkflow']}
+    graph['#torc-language'] = {'@id': '#torc-language', '@type': ['ComputerLanguage'], 'name': 'Torc'}
+    for run in runs:
+        jobs = [entity for entity in graph.values() if entity.get('isPartOf') == refer(run)]
+        used, made = ({item['@id']: 0 for job in jobs for item in listed(job.get(key))}
+                      for key in ('object', 'result'))
+        used = [key for key in used if key not in made]
+        graph[run].update(instrument=refer(main), object=refer(*used), result=refer(*made))
+
+
+def make_crate(workflow: Dict[str, Any], items: Sequence[Dict[str, Any]], root: str) -> Dict[str, Any]:
+    """Metadata of a crate about the directory `root`, from a workflow and its stored entities."""
+    base, spec, name = base_directory(workflow), workflow.get('spec_path') or '', workflow['name']
+    graph, user, profiles = stored_entities(items, base, root), '#user-' + workflow['user'], CRATE_PROFILES[:1]
+    about = {'name': name, 'description': workflow.get('description') or name, 'license': 'not stated',
+             'datePublished': datetime.date.today().isoformat(), 'author': refer(user),
+             **graph.pop('./', {}), '@id': './', '@type': ['Dataset']}
+    actions = [key for key, entity in graph.items() if 'CreateAction' in entity['@type']]
+    runs = [key for key in actions if key.startswith(CRATE_RUN.format(''))]
+    if runs and os.path.isfile(spec):
+        profiles, main = CRATE_PROFILES, crate_id(spec, base, root)
+        about['mainEntity'] = refer(main)
+        describe_main(graph, main, name, runs)
+    for key in actions:
+        graph[key].setdefault('agent', refer(user))
+    data = [key for key, entity in graph.items() if DATA_TYPES.intersection(entity['@type']) and key[0] != '#']
+    about.update(conformsTo=refer(*profiles), mentions=refer(*actions), hasPart=refer(*data))
+    graph[user] = {'@id': user, '@type': 'Person', 'name': workflow['user']}
+    graph.update((url, {'@id': url, '@type': 'CreativeWork', 'name': url.split('/')[-2],
+                        'version': url.split('/')[-1]}) for url in profiles)
+    first = {'@id': CRATE_FILE, '@type': 'CreativeWork', 'about': refer('./'),
+             'conformsTo': refer(CRATE_VERSION)}
+    return {'@context': [CRATE_VERSION + '/context', CRATE_TERMS],
+            '@graph': [given_values(entity) for entity in (first, about, *graph.values())]}
+
+
+def cmd_ro_crate_export(session: Session, args: Arguments) -> Optional[Answer]:
+    """The metadata file of a crate: to stdout for one about this directory, or to a file or directory."""
+    path = args['output'] or '.'
+    path = os.path.join(path, CRATE_FILE) if os.path.isdir(path) else path
+    workflow = session.workflow(choose_workflow(session, args))
+    items = session.items('list_ro_crate_entities', workflow_id=workflow['id'])
+    crate = make_crate(workflow, items, os.path.dirname(os.path.abspath(path)))
+    return deliver(session, {'output': args['output'] and path, 'format': 'json'}, crate, {'json': str})
+
+
+def parse_object(text: str) -> Dict[str, Any]:
+    """A JSON object; - is one on stdin."""
+    value = parse_json(sys.stdin.read() if text == '-' else text)
+    if not isinstance(value, dict):
+        raise ValueError('this is no JSON object')
+    return value
+
+
+def measure_directory(path: str, hash_mode: str) -> Tuple[int, int, Optional[str]]:
+    """Number and size of the files below a directory, and the SHA-256 that Torc has of them. OSError."""
+    errors = []     # type: List[OSError]
+    tree = os.walk(path, onerror=errors.append)
+    found = [os.path.join(top, name) for top, _, names in tree for name in names]
+    for error in errors:
+        raise error
+    files = {os.path.relpath(full, path): os.stat(full) for full in found if os.path.isfile(full)}
+    if hash_mode == 'content':
+        text = ''.join(f'{name}:{digest_file(os.path.join(path, name))[2]}\n' for name in sorted(files))
+    else:
+        text = '\n'.join(sorted(f'{name}|{file.st_size}|{file.st_mtime:.6f}' for name, file in files.items()))
+    digest = hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()
+    return len(files), sum(file.st_size for file in files.values()), digest if hash_mode != 'none' else None
+
+
+def add_result(session: Session, workflow: Dict[str, Any], job: Dict[str, Any], entity_id: str) -> str:
+    """Add an entity to what the newest attempt of a job has made; the id of its action."""
+    action, run_id = f"#job-{job['id']}-attempt-{job['attempt_id']}", workflow['run_id']
+    known = session.items('list_ro_crate_entities', workflow_id=workflow['id'], entity_id=action)
+    body = known[0] if known else {
+        'workflow_id': workflow['id'], 'entity_id': action, 'entity_type': ACTION[0],
+        'metadata': {'@type': ACTION, 'name': job['name'], 'isPartOf': refer(CRATE_RUN.format(run_id)),
+                     **describe_action(run_id)}}
+    made = [item for item in listed(body['metadata'].get('result')) if item != refer(entity_id)]
+    body['metadata']['result'] = [*made, refer(entity_id)]
+    session.call('update_ro_crate_entity' if known else 'create_ro_crate_entity', body, id=body.get('id'))
+    return action
+
+
+def cmd_add_dataset(session: Session, args: Arguments) -> Answer:
+    """Describe a directory as an entity, which is a result of the jobs that made it."""
+    workflow, path = session.workflow(choose_workflow(session, args)), args['path']
+    try:
+        count, size, digest = measure_directory(path, args['hash_mode'])
+    except OSError as error:
+        raise BadInput(f'--path: cannot read {error.filename}: {error.strerror}') from None
+    if not os.path.isabs(path):
+        path = os.path.relpath(os.path.abspath(path), base_directory(workflow))
+    entity_id, jobs = os.path.join(path, ''), list(map(session.job, args['job_ids'] or ()))
+    made_by = refer(*(add_result(session, workflow, job, entity_id) for job in jobs))
+    metadata = given_values({
+        '@id': entity_id, '@type': 'Dataset', 'name': args['name'], 'contentSize': size, 'fileCount': count,
+        'hashMode': args['hash_mode'], 'sha256': digest, 'description': args['description'],
+        'encodingFormat': args['encoding_format'], 'prov:wasGeneratedBy': made_by, **(args['metadata'] or {})})
+    entity = session.call('create_ro_crate_entity', {
+        'workflow_id': workflow['id'], 'entity_id': entity_id, 'entity_type': 'Dataset', 'metadata': metadata})
+    return Answer(entity, [f"Created RO-Crate entity {entity['id']}: {counted(count, 'file')}, "
+                           f'{format_memory(size)}'])
 
 
 def cmd_plot_resources(session: Session, args: Arguments) -> Answer:
@@ -31169,6 +31337,9 @@ ACTION_ID = Argument('ID', '', 'id of the action', parse_id, key='action_id')
 THE_NAME = Argument('-n --name', 'NAME', 'name', count='!')
 NAME = Argument('-n --name', 'NAME', 'new name')
 DATA = Argument('-d --data', 'JSON', 'its value, as JSON', parse_json)
+ENTITY_ID = Argument('--entity-id', 'ID', 'its @id: a path, a URI, #name, or ./ for the crate')
+ENTITY_TYPE = Argument('--entity-type --type', 'TYPE', 'its @type', key='entity_type')
+METADATA = Argument('--metadata', 'JSON', 'its other keys, as a JSON object; - for stdin', parse_object)
 PRIORITY = Argument('--priority', 'N', 'jobs of higher priority are claimed first', parse_number)
 LABELS = Argument('--label', 'LABEL,...', 'only runners with these labels take it', parse_labels, '*',
                   key='labels')
@@ -31647,8 +31818,7 @@ From Python
     operation, with dicts; client.pages('list_jobs', workflow_id=1) reads a list
     of any length, client.stream('stream_workflow_events', workflow_id=1) events
     as they come, up to workflow_completed or workflow_canceled. The rest is in
-    help(torc.Client). With `enable_ro_crate: true` in the file,
-    client.list_ro_crate_entities(1) says what was made from what.
+    help(torc.Client).
 
 From a job
     TORC_API_URL, TORC_TOKEN_FILE and TORC_WORKFLOW_ID lead to its server, for
@@ -31663,6 +31833,10 @@ From a job
 Jobs that make jobs
     client.spawn_jobs(id, ...) adds jobs that depend on a running one. To call
     it again adds nothing. When the job runs again, what it spawned is removed.
+
+Provenance
+    `enable_ro_crate: true` records what was made from what, for an RO-Crate:
+        $ torc.py ro-crate export 1 -o .
 ''',
     'page': r'''workflows in a browser
 
@@ -32261,6 +32435,32 @@ COMMANDS = (
     Command('user-data list-missing', shows_ids('list_missing_user_data', 'user_data'),
         'list user data that has no value', (NEEDED_WF,), 'user-data list-missing 1'),
 
+    Command('ro-crate create', cmd_create, 'add an RO-Crate entity to a workflow', (
+        ASKED_WF, ENTITY_ID._replace(count='!'), ENTITY_TYPE._replace(count='!'), METADATA._replace(count='!'),
+        Argument('--file-id', 'FILE', 'the file that it is', parse_id)),
+        """ro-crate create 1 --entity-id ./ --type Dataset --metadata '{"license": "CC0-1.0"}'"""),
+    Command('ro-crate list', cmd_list, 'list RO-Crate entities',
+        (ASKED_WF, LIMIT, OFFSET), 'ro-crate list 1', True),
+    Command('ro-crate get', cmd_get, 'show an RO-Crate entity', (ID,), 'ro-crate get 1'),
+    Command('ro-crate update', cmd_update, 'change an RO-Crate entity', (
+        ID, ENTITY_ID, ENTITY_TYPE, METADATA,
+        Argument('--file-id', 'FILE', 'the file that it is; 0: none', at_least(0))),
+        'ro-crate update 1 --file-id 0'),
+    Command('ro-crate delete', cmd_delete, 'delete an RO-Crate entity', (ID,), 'ro-crate delete 1'),
+    Command('ro-crate export', cmd_ro_crate_export, 'write the metadata file of an RO-Crate', (
+        ASKED_WF, Argument('-o --output', 'FILE', 'write it there, or in this directory')),
+        'ro-crate export 1 -o .'),
+    Command('ro-crate add-dataset', cmd_add_dataset, 'describe a directory as an RO-Crate entity', (
+        ASKED_WF, Argument('--name', 'NAME', 'its name', count='!'),
+        Argument('--path', 'DIR', 'the directory', count='!'),
+        Argument('--hash-mode', 'MODE', 'of paths, sizes and times (manifest), of all content, or none',
+                 one_of('manifest', 'content', 'none'), default='manifest'),
+        Argument('--description', 'TEXT', 'a sentence about it'),
+        Argument('--encoding-format', 'TYPE', 'media type of its files'),
+        Argument('-t --threads', 'N', 'accepted, without effect', at_least(1)),
+        Argument('-j --job-id', 'JOB', 'a job that made it', parse_id, '*', key='job_ids'), METADATA),
+        f'ro-crate add-dataset 1 --name logs --path {DEFAULT_OUTPUT_DIR}/job_stdio -j 1'),
+
     Command('resource-requirements create', cmd_create, 'add resource requirements to a workflow',
         (ASKED_WF, THE_NAME, *REQUIREMENT_OPTIONS),
         'resource-requirements create 1 -n big --num-cpus 4 -m 8g -r PT1H'),
@@ -32700,7 +32900,7 @@ JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflow
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
 # Commands of Torc that are not there yet.
-PLANNED = ('config', 'workflows export', 'workflows import', 'ro-crate', 'monitor-node', 'self')
+PLANNED = ('config', 'workflows export', 'workflows import', 'monitor-node', 'self')
 
 
 class Parsed(Row):
