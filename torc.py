@@ -26150,7 +26150,7 @@ def cmd_init(session: Session, args: Arguments) -> Any:
 
 def cmd_tasks_wait(session: Session, args: Arguments) -> Answer:
     """Say how a task ended."""
-    task = session.call('get_task', task_id=args['id'])
+    task = session.call('get_task', id=args['id'])
     about = f"{task['operation']} of workflow {task['workflow_id']}"
     if task.get('error'):
         session.report(f"torc: {task['error']}")
