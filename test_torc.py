@@ -8575,6 +8575,18 @@ class PageServerTest(WorldTest):
         self.users.reload()
         self.assertEqual(401, self.ask('GET', self.LIST, **found[2])[0], 'its password was changed')
 
+    def test_who_looks_on_now_and_then_gets_the_latest_events_and_how_many_there_were(self) -> None:
+        feed = torc.Feed()
+        for number in range(30):
+            feed.add(0, 'x', number)
+        number, data = feed.take(0, 0, 0.0, 3)
+        self.assertEqual((30, ['{"dropped":27}', '27', '28', '29']), (number, re.findall(r'data: (.*)\n', data.decode())))
+        self.assertEqual((30, b''), feed.take(number, 0, 0.0, 3))
+        feed.add(0, 'x', 'more')
+        self.assertEqual((31, 1), (feed.take(number, 0, 0.0, 3)[0], feed.take(number, 0, 0.0, 3)[1].count(b'data:')))
+        limits = [torc.stream_workflow_events(None, 1, pause_ms=given).pause_s for given in (-5, 0, 200, 10 ** 9)]
+        self.assertEqual([0.0, 0.0, 0.2, 1.0], limits)
+
     def test_pages_that_ask_the_same_are_answered_once_until_one_of_them_changes_something(self) -> None:
         fields = self.log_in(self.ask('POST', '/torc-service/v1/page_keys')[2])[1]
         create = functools.partial(self.ask, 'POST', self.LIST, {'name': 'w', 'user': 'u'})
@@ -20634,9 +20646,8 @@ class TerminalViewTest(WorldTest):
         self.open('tui')
         self.play("""
                     => [Workflows] | ID Name User State Jobs Done Created | > 1 study \\u202e1 tester ✗ failed 23 100% 2 | !of ann | ● as of | tester at | 1 of 1 ? help
-            f C-u Enter => > 2 of ann ann · uninitialized 0 | 1 study | 1 of 2
-            f user:tester Enter => > 1 study | !of ann
-            Enter   => [Summary] | torc - workflow 1: study \\u202e1 | completed 21 ++++ | x bad: return code 3 | Workflow ended: 21 completed, 1 failed, 1 canceled | description: a small one
+            a       => > 2 of ann ann · uninitialized 0 | 1 study | workflows of all users
+            a Enter => [Summary] | torc - workflow 1: study \\u202e1 | completed 21 ++++ | x bad: return code 3 | Workflow ended: 21 completed, 1 failed, 1 canceled | description: a small one
             Tab     => [Jobs] | ID Name Status Attempt Priority Node Command | > 1 prep ✓ completed 1 0 1 seq -f | 19 work_18 | !work_19 | 1 of 23
             Tab     => [Running] | 0 of 0
             Tab     => [Results] | ID Name Run Attempt Code Status Time Memory Reason | > 1 prep 1 1 0 ✓ completed
@@ -20649,6 +20660,7 @@ class TerminalViewTest(WorldTest):
             Enter   => torc - Slurm stats | max_rss_bytes: 1073741824
             q Tab   => [Graph] | 23 jobs, 22 dependencies | 1 prep (completed) -> work_# x20, bad | 2 work_# (20 completed) | 3 gather (canceled)
             Tab BTab    => [Graph]
+            e       => [Events] | workflow_completed
             Escape  => [Workflows]
             ?       => torc - keys | Left Right look at longer lines
             q q     => exit 0
@@ -20671,8 +20683,8 @@ class TerminalViewTest(WorldTest):
             3                           => Status▼ | > 23 gather
             f status:failed Enter       => > 22 bad ✗ failed | 1 of 1 | filter: status:failed
             f C-u name:work_1 Space status:completed Enter => 1 of 11 | !prep | 19 work_18
-            f C-u nonsense:1 Enter      => filters are status:VALUE, file:VALUE, needs:VALUE
-            f C-u Enter                 => 1 of 23 | !filter:
+            f C-u nonsense:1 Enter      => filters are status:VALUE, needs_file_id:VALUE
+            c                           => 1 of 23 | !filter:
             9                           => the server does not sort by that
             Tab Tab f C-u code:3 Enter  => [Results] | bad 1 1 3 ✗ failed
             """)
@@ -20726,9 +20738,10 @@ class TerminalViewTest(WorldTest):
             BTab y                  => This would run again (2 jobs) | bad (failed) | gather (canceled)
             y                       => Ready to run: x shows how | ready 1 o
             I                       => There is nothing to run again
-            x                       => Type in another terminal, or after Ctrl-Z: | run 1 | watch 1 --recover
+            x                       => Type in another terminal, or after Ctrl-Z: | run 1
+            q W                     => watch 1 --recover
             q C                     => (y/n) Cancel workflow 1 (study \\u202e1)? Running jobs are stopped
-            y                       => Canceled | Workflow was canceled
+            y                       => Canceled; | Workflow was canceled
             R                       => (y/n) Reset workflow 1
             y                       => All jobs are set back | uninitialized 23
             i                       => (y/n) Initialize workflow 1
@@ -20754,7 +20767,7 @@ class TerminalViewTest(WorldTest):
         self.play('=> * as of | !away | > 1 prep')
         pid = next(pid for pid, words in processes_with(self.world.mark).items() if words.startswith(sys.executable) and ' tui 1' in words)
         os.kill(pid, signal.SIGTERM)
-        self.play('=> exit 130')
+        self.play('=> exit 143')
         self.assertTrue(self.is_terminal_as_it_was())
 
     def test_it_needs_a_terminal_on_which_a_cursor_can_be_placed(self):
@@ -20765,6 +20778,10 @@ class TerminalViewTest(WorldTest):
             session = types.SimpleNamespace(stdin=unittest.mock.Mock(), out=unittest.mock.Mock())
             with self.assertRaisesRegex(torc.BadInput, 'this Python has no curses .No module named _curses.: use another one'):
                 torc.cmd_tui(session, {})
+
+    def test_its_signs_are_those_of_the_page(self):
+        page = re.search(r'const STATUSES = \{.*?\};', torc.APP_SCRIPT, re.DOTALL).group()
+        self.assertEqual(torc.SIGNS, dict(re.findall(r"(\w+): '(.)'", page)))
 
     def test_of_a_long_list_only_what_is_seen_is_asked_for(self):
         asked = []
@@ -22225,10 +22242,9 @@ class PageTest(FlowTest):
         """
     # What a view shows, and an address.
     VIEWS = (
-        ('', '=study'), ('', '=second'), ('new', '=Paste a workflow file'), ('w/1', '=What failed, and why'), ('w/1/jobs', '=1 to 8 of 8'),
-        ('w/1/jobs?status%3Afailed', '=1 to 1 of 1'), ('w/1/graph', "document.querySelector('svg .box')"),
-        ('w/1/timeline', "document.querySelectorAll('svg a rect').length > 5"), ('w/1/resources', '=Peak memory'), ('w/1/compute_nodes', '=yes'), ('w/1/allocations', '=0 to 0 of 0'),
-        ('w/1/files', '=data.txt'), ('w/1/results?code%3A1', '=1 to 1 of 1'),
+        ('', '=study'), ('', '=second'), ('new', '=Paste a workflow file'), ('w/1', '=What failed, and why'), ('w/1/jobs', '=8 jobs'),
+        ('w/1/jobs?status%3Afailed', '=1 job'), ('w/1/graph', "document.querySelector('svg .box')"),
+        ('w/1/timeline', "document.querySelectorAll('svg a rect').length > 5"), ('w/1/resources', '=Peak memory'), ('w/1/slurm', '=None was submitted'),
         ('w/1/events', '=work_3'), ('j/1', '=plain red'))
 
     def setUp(self) -> None:
@@ -22307,7 +22323,7 @@ class PageTest(FlowTest):
         self.world.write('go', '')
         self.assertEqual(1, self.runner.finish(30).code)
         self.go('w/1')
-        self.browser.wait('=Workflow ended: 6 completed, 1 failed, 1 canceled')
+        self.browser.wait('=ended, and not all of it is good')
         self.browser.press('Retry what failed')
         self.browser.wait('=work_3 (failed)')
         self.browser.wait('=never (canceled)')
@@ -22344,7 +22360,7 @@ class PageTest(FlowTest):
             self.browser.press('Check')
             self.browser.wait(wanted)
         self.browser.press('Create')
-        self.browser.wait('=Workflow has not been started')
+        self.browser.wait('=Workflow is not started')
         with self.world.connect() as client:
             self.assertEqual(self.world.path(), client.get_workflow(1)['submission_directory'])
 
