@@ -23146,7 +23146,7 @@ class Source:
 
     def listed_sections(self) -> List[Tuple[str, str]]:
         """Sections that the docstring lists: (number, name)."""
-        return re.findall(r'^    (\w+)\. (\S.*)$', (ast.get_docstring(self.tree, clean=False) or '').partition('Sections')[2], re.MULTILINE)
+        return re.findall(r'(?:^ +|, )(\w+)\. ([^,\n]+)', (ast.get_docstring(self.tree, clean=False) or '').partition('Sections')[2], re.MULTILINE)
 
 
 def top_number(number: str) -> int:

@@ -15,91 +15,30 @@ Start:  python3 torc.py help            the commands
         python3 torc.py run FILE        create, run, wait, report
 
 Sections (grep '^# ==' torc.py):
-    0. Head
-    1. Vocabulary
-    2. Errors
-    3. Plain tools
-    4. Formats
-    4a. YAML
-    4b. JSON
-    4c. KDL
-    5. Spec
-    5a. Documents
-    5b. Expansion
-    5c. Planning
-    5d. Plan views
-    6. Schema
-    6a. Capacity
+    0. Head, 1. Vocabulary, 2. Errors, 3. Plain tools
+    4. Formats, 4a. YAML, 4b. JSON, 4c. KDL
+    5. Spec, 5a. Documents, 5b. Expansion, 5c. Planning, 5d. Plan views
+    6. Schema, 6a. Capacity
     7. Store
-    8. Service
-    8a. Creation
-    8b. Initialization
-    8c. Claims
-    8d. Completion
-    8e. Nodes
-    8f. Reasons
-    8g. Resources
-    8h. Administration
-    8i. Ad-hoc SQL
-    8j. Recovery rules
-    8k. Drawings
-    9. API
-    9a. Routes
-    10. State files
-    10a. Framing
-    10b. Access
-    10c. Streams
-    10d. Connections
-    10e. Server
-    10f. Serving
-    11. HTTP client
-    11a. Client
-    11b. Steps
-    11c. Installation
-    12. Processes
-    12a. Monitor
+    8. Service, 8a. Creation, 8b. Initialization, 8c. Claims, 8d. Completion, 8e. Nodes, 8f. Reasons,
+        8g. Resources, 8h. Administration, 8i. Ad-hoc SQL, 8j. Recovery rules, 8k. Drawings
+    9. API, 9a. Routes
+    10. State files, 10a. Framing, 10b. Access, 10c. Streams, 10d. Connections, 10e. Server,
+        10f. Serving
+    11. HTTP client, 11a. Client, 11b. Steps, 11c. Installation
+    12. Processes, 12a. Monitor
     13. Launcher
-    14. Slurm
-    14a. Partitions
-    14b. Allocation plan
-    14c. Submission
-    14d. Slurm steps
-    14e. Accounting
+    14. Slurm, 14a. Partitions, 14b. Allocation plan, 14c. Submission, 14d. Slurm steps, 14e. Accounting
     15. Journal
-    16. Runner
-    16a. Output
-    16b. Runner's link
-    16c. Runner's parts
-    16d. Runner's monitor
-    16e. Runner's steps
-    16f. Runner's accounting
-    16g. Runner's allocation
-    16h. Runner's loop
-    17. Recovery
-    17a. Diagnosis
-    17b. Regeneration
-    17c. Watching
+    16. Runner, 16a. Output, 16b. Runner's link, 16c. Runner's parts, 16d. Runner's monitor,
+        16e. Runner's steps, 16f. Runner's accounting, 16g. Runner's allocation, 16h. Runner's loop
+    17. Recovery, 17a. Diagnosis, 17b. Regeneration, 17c. Watching
     18. Remote
-    19. Rendering
-    19a. Reports
-    19b. Plots
-    19c. Reports of a workflow
-    20. Commands
-    20a. Workflows
-    20b. Logs
-    20c. Runs
-    20d. Allocations
-    20e. Clusters
-    20f. Recovery commands
-    20g. Recover
-    20h. Watch
-    20i. Remote commands
-    20j. Service
-    20k. Terminal view
-    20l. Arguments
-    20m. Manual
-    21. Command table
-    21a. Main
+    19. Rendering, 19a. Reports, 19b. Plots, 19c. Reports of a workflow
+    20. Commands, 20a. Workflows, 20b. Logs, 20c. Runs, 20d. Allocations, 20e. Clusters,
+        20f. Recovery commands, 20g. Recover, 20h. Watch, 20i. Remote commands, 20j. Service,
+        20k. Terminal view, 20l. Arguments, 20m. Manual
+    21. Command table, 21a. Main
     A. Page
 
 A name uses names of its own and of earlier sections, never of later ones. Public for those who
@@ -179,7 +118,7 @@ class LateModule:
 
 csv, ctypes, decimal, difflib, getpass, py_compile, ssl, tarfile, webbrowser, zlib = map(LateModule, (
     'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile', 'ssl', 'tarfile', 'webbrowser', 'zlib'))
-futures, http_client = LateModule('concurrent.futures'), LateModule('http.client')
+futures, http_client, textwrap = map(LateModule, ('concurrent.futures', 'http.client', 'textwrap'))
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
@@ -236,7 +175,6 @@ class RowType(type):
     def __new__(cls, name: str, bases: Tuple[type, ...], namespace: Dict[str, Any]) -> Any:
         made = super().__new__(cls, name, bases, dict(namespace, __slots__=()))
         made._fields = tuple(getattr(made, '__annotations__', ()))
-        # Defaults of the last fields.
         made._defaults = tuple(namespace[field] for field in made._fields if field in namespace)
         return made
 
@@ -1268,7 +1206,6 @@ def problem_at(text: str, offset: int, message: str) -> BadInput:
     """The error for an offset in a text: one problem, with the line shown under the message."""
     if len(message) > 300:      # it quotes something very long; the cure stands at its end
         message = f'{message[:140]} ... {message[-140:]}'
-    # Line and column count from 1.
     line, column = text.count('\n', 0, offset) + 1, offset - text.rfind('\n', 0, offset)
     return problem_error(Problem(f'{message}\n{show_line(text, offset)}', line, column))
 
@@ -3824,8 +3761,6 @@ class Planner:
         self.index(where, [(block, [block.get('name', '')]) for block in blocks])
         return blocks
 
-    # -- files and user data --
-
     def plan_files(self) -> None:
         """Expand the files."""
         for expansion in self.expand('file'):
@@ -3848,8 +3783,6 @@ class Planner:
                     is_plain = expansion.instances is NO_PARAMETERS
                     record['data'] = block['data'] if is_plain else expansion.json(block['data'], 'data')
                 self.user_data.append(record)
-
-    # -- names to indexes --
 
     def find(self, expansion: Expansion, noun: str, template: str, key: str) -> Optional[int]:
         """Index of a name; None if it is unknown, which is reported."""
@@ -3900,8 +3833,6 @@ class Planner:
         for regex in block.get(regexes, ()):
             found += self.find_matches(expansion, noun, regex, regexes)
         return tuple(dict.fromkeys(index for index in [*found, *tokens] if index is not None))
-
-    # -- jobs --
 
     def plan_jobs(self) -> None:
         """Expand the jobs; names first, since any job may name any other."""
@@ -4073,23 +4004,20 @@ def check_cycles(planner: Planner) -> None:
         planner.job_block(members[0]).error(f"waits for itself: {' -> '.join(shown + names[:1])}")
 
 
-def relation_keys(files: Iterable[int], user_data: Iterable[int]) -> List[Tuple[str, int]]:
-    """What a job reads or writes, as pairs of 'file' or 'user_data' and its index."""
-    return [('file', index) for index in files] + [('user_data', index) for index in user_data]
-
-
 def input_keys(job: PlannedJob) -> List[Tuple[str, int]]:
-    """What a job reads."""
-    return relation_keys(job.input_files, job.input_user_data)
+    """What a job reads, as pairs of 'file' or 'user_data' and its index."""
+    files = [('file', index) for index in job.input_files]
+    return files + [('user_data', index) for index in job.input_user_data]
 
 
 def find_producers(jobs: Sequence[PlannedJob]) -> Dict[Tuple[str, int], List[int]]:
     """('file' or 'user_data', index) -> jobs that write it."""
     producers = collections.defaultdict(list)
     for index, job in enumerate(jobs):
-        if job.output_files or job.output_user_data:    # few of very many jobs have any
-            for key in relation_keys(job.output_files, job.output_user_data):
-                producers[key].append(index)
+        for file in job.output_files:
+            producers['file', file].append(index)
+        for data in job.output_user_data:
+            producers['user_data', data].append(index)
     return dict(producers)
 
 
@@ -4448,10 +4376,11 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
         for number in before:
             events[number]['unlocks_events'].append(ids[event])
     for allocation in allocations:
-        fires = find_firing(allocation, event_of)
-        if fires is not None and fires < len(events):
-            gates = sorted(allocation.jobs or groups[fires][1])
-            ready = [job_names[index] for index in gates if event_of[index] == fires]
+        starts = groups[0][1] if groups and allocation.trigger_type == 'on_workflow_start' else ()
+        gates = allocation.jobs if allocation.trigger_type == 'on_jobs_ready' else starts
+        if gates and event_of.keys() >= set(gates):
+            fires = max(map(event_of.get, gates))
+            ready = [job_names[index] for index in sorted(gates) if event_of[index] == fires]
             events[fires]['scheduler_allocations'].append(dict(allocation.shown, job_names=ready))
     return {'total_events': len(events), 'total_jobs': len(job_names),
             'root_events': [event['id'] for event in events if not event['depends_on_events']],
@@ -4514,16 +4443,6 @@ def make_event(name: str, finished: List[str], ready: List[str], before: List[st
             'jobs_becoming_ready': ready, 'depends_on_events': before, 'unlocks_events': []}
 
 
-def find_firing(allocation: PlannedAllocation, event_of: Dict[int, int]) -> Optional[int]:
-    """The event in which an allocation is made, or None."""
-    if allocation.trigger_type == 'on_workflow_start':
-        return 0
-    if allocation.trigger_type != 'on_jobs_ready' or not allocation.jobs:
-        return None
-    events = [event_of.get(index) for index in allocation.jobs]
-    return None if None in events else max(events)
-
-
 # -------- help --------
 
 
@@ -4566,19 +4485,15 @@ More than {limit} instances are refused, unless --max-instances N lifts the limi
 """
 
 
-def fill_lines(text: str, columns: int = 72) -> List[str]:
-    """A text in lines of so many columns; a longer word has its own."""
-    return [line.rstrip() for line in re.findall(r'\S(?:.{0,%d}|\S*)(?:\s|\Z)' % (columns - 1), text)] or ['']
-
-
 def format_parameter_help() -> str:
     """Text of `help parameters`."""
     templates = ', '.join(dict.fromkeys(field.name for field in FIELDS if field.is_template))
-    lines = fill_lines(templates)
+    lines = textwrap.wrap(templates, 72)
     text = PARAMETER_HELP.replace('{templates}', ('\n' + ' ' * 24).join(lines))
     return text.replace('{limit}', f'{MAX_INSTANCES:,}')
 
 
+WHOLE_WORDS = {'break_long_words': False, 'break_on_hyphens': False}    # of textwrap
 PLAIN_KINDS = ('text', 'name', 'path', 'list', 'mapping', 'any value')     # as a field's help says anyway
 
 
@@ -4597,7 +4512,7 @@ def format_field_help() -> str:
             if len(field.name) > 30:
                 lines.append(f'  {field.name}')
             name = field.name if len(field.name) <= 30 else ''
-            first, *others = fill_lines(field.help + (f' [{noted}]' if noted else ''))
+            first, *others = textwrap.wrap(field.help + (f' [{noted}]' if noted else ''), 72, **WHOLE_WORDS)
             lines.append(f'  {name:30} {marks} {first}')
             lines += [' ' * 38 + line for line in others]
             if '|' in kind:
@@ -6404,9 +6319,8 @@ def take_due_actions(context: Context, workflow_id: int, node_id: int, triggers:
                      submits: bool) -> List[Values]:
     """The due actions of these triggers, taken for a node: commands, and if it `submits` allocations. An
     action whose allocations Slurm has refused is left to people."""
-    if not triggers or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1',
-                                       (workflow_id,)):
-        return []       # most workflows have none: a runner asks in every turn
+    if not triggers:
+        return []
     kinds = "action_type = 'run_commands'" + (
         " OR action_type = 'schedule_nodes' AND failure IS NULL" if submits else '')
     due = context.select('workflow_action', *due_condition(context, workflow_id, triggers, f'AND ({kinds})'))
@@ -6550,12 +6464,9 @@ def explaining_plan() -> Iterator[None]:
 
 # -------- plans --------
 
-JOB_RELATIONS = (   # field of a planned job, field of JobModel, table, column, table of the related objects
-    ('input_files',      'input_file_ids',       'job_input_file',       'file_id',      'file'),
-    ('output_files',     'output_file_ids',      'job_output_file',      'file_id',      'file'),
-    ('input_user_data',  'input_user_data_ids',  'job_input_user_data',  'user_data_id', 'user_data'),
-    ('output_user_data', 'output_user_data_ids', 'job_output_user_data', 'user_data_id', 'user_data'),
-)
+# Field of a planned job, field of JobModel, table, column, table of the related objects.
+JOB_RELATIONS = tuple((field, f'{way}_{noun}_ids', f'job_{way}_{noun}', f'{noun}_id', noun)
+                      for noun, way, field, _ in RELATED)
 PLANNED_TABLES = {  # of a plan, beside jobs -> columns elsewhere that need its rows
     'file': 'job_input_file.file_id job_output_file.file_id',
     'user_data': 'job_input_user_data.user_data_id job_output_user_data.user_data_id',
@@ -6630,8 +6541,6 @@ class PlanMerge:
         self.merge_actions()
         self.remove_unnamed()
 
-    # -- files, user data, requirements, schedulers, handlers --
-
     def merge_table(self, table: str, rows: Sequence[Values], made: Iterable[int] = ()) -> None:
         """The rows of one table. `made`: indexes of user data whose values are their jobs' to give."""
         context = self.context
@@ -6675,8 +6584,6 @@ class PlanMerge:
             is_free = ' AND '.join(f'NOT EXISTS (SELECT 1 FROM {user} WHERE {user}.{column} = {table}.id)'
                                    for user, column in users)
             run_by_ids(context, f'DELETE FROM {table} WHERE {is_free} AND id IN', ids)
-
-    # -- jobs --
 
     def merge_jobs(self) -> None:
         """Remove, change and add jobs, with the sets of those that they wait for."""
@@ -8827,11 +8734,10 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
 def default_count(context: Context, workflow_id: int, scheduler_id: int) -> int:
     """Allocations to submit of a scheduler where nobody says how many: one, or a chain for all its jobs."""
     scheduler = get_row(context, 'slurm_scheduler', scheduler_id)
+    workflow = get_row(context, 'workflow', workflow_id)
     needs = allocation_needs(context, workflow_id, scheduler_id)
-    if not scheduler['serialize_allocations']:
-        return 1
-    return count_links(get_row(context, 'workflow', workflow_id), needs['num_jobs'], scheduler['walltime'],
-                       needs['runtime_s'])
+    return count_links(workflow, needs['num_jobs'], scheduler['walltime'], needs['runtime_s']) \
+        if scheduler['serialize_allocations'] else 1
 
 
 def count_links(workflow: Values, num_jobs: int, walltime: str, runtime_s: int) -> int:
@@ -24099,7 +24005,7 @@ def format_rows(pairs: Iterable[Tuple[str, str]], indent: str = '  ', limit: int
         if text_width(word) > width:
             lines.append(f'{indent}{word}')
             word = ''
-        for line in fill_lines(meaning, columns - len(indent) - width - 2):
+        for line in textwrap.wrap(meaning, columns - len(indent) - width - 2, **WHOLE_WORDS) or ['']:
             lines.append(f'{indent}{pad(word, width)}  {line}'.rstrip())
             word = ''
     return ''.join(line + '\n' for line in lines)
