@@ -17460,6 +17460,35 @@ class FollowTest(CommandTest):
             """)
 
 
+class NodeMonitorTest(CommandTest):
+    """`monitor-node`, from its start to its signal."""
+
+    @slow
+    def test_it_samples_the_node_until_a_signal_as_its_options_or_a_workflow_say(self):
+        for node in ('{enabled: true, granularity: time_series, memory: false}', '{enabled: false}'):
+            self.make('name: w\njobs: [{name: a, command: x}]\nresource_monitor: {sample_interval_seconds: 1, compute_node: %s}\n' % node)
+        self.assertExit(1, self.world.main('monitor-node', '-w', 2), 'workflow 2 does not measure nodes: set compute_node: {enabled: true}')
+        self.assertExit(2, self.world.main('monitor-node', '-o', self.world.write('file', '')), 'file/resource_utilization', 'with --output-dir')
+        host, job = socket.gethostname(), {'SLURM_JOB_ID': '77'}
+        for words, env, number, name, has_series, has_memory in (
+                (('-i', 1, '--flush-interval-seconds', 1), {}, signal.SIGTERM, f'h{host}', True, True),
+                (('-i', 1, '--summary-only'), job, signal.SIGINT, f'h{host}_sl77', False, True),
+                (('-w', 1, '-i', 500, '--summary-only'), job, signal.SIGUSR1, f'wf1_h{host}_r0_sl77', True, False)):
+            with self.subTest(name):
+                path = self.world.path('out', 'resource_utilization', f'resource_metrics_monitor_{name}.db')
+                process = self.world.start('-f', 'json', 'monitor-node', *words, '-o', 'out', env=env)
+                self.world.wait(lambda: 'Sampling' in process.err, 20, 'the start', [process])
+                if name == f'h{host}':      # written before its end
+                    self.world.wait(lambda path=path: ask_sqlite(path, 'SELECT 1 FROM system_resource_samples'), 20, 'a sample', [process])
+                process.send(number)
+                found = self.assertExit(0, process.finish()).json()
+                (count, memory), = ask_sqlite(path, 'SELECT sample_count, peak_memory_bytes FROM system_resource_summary')
+                samples, = ask_sqlite(path, 'SELECT count(*), count(memory_bytes) FROM system_resource_samples')
+                self.assertEqual((count * has_series, count * has_series * has_memory), samples)
+                self.assertEqual((found['sample_count'], has_memory), (count, memory is not None))
+                self.assertExit(0, self.world.main('plot-resources', path, '-o', 'plots'), 'system_summary.html')
+
+
 class UsedResourcesTest(CommandTest):
     """Commands that compare, correct and draw what jobs used."""
 
@@ -20131,6 +20160,47 @@ class WatchTest(CommandTest):
         process = self.watch('--persistent')
         self.world.server.kill()
         self.assertExit(3, process.finish(), 'given up: ')
+
+
+@slow
+class NotifyTest(CommandTest):
+    """The command of --notify: when it is called, what it is told, and that it harms nothing."""
+    SPEC = 'name: w\nresource_requirements: [{name: big, num_cpus: 500}]\njobs: [{name: a, command: "exit $(cat code)", resource_requirements: %s}]\n'
+    TELL = 'echo "$TORC_EVENT $TORC_WORKFLOW_ID $TORC_WORKFLOW_NAME $TORC_RUN_ID $TORC_JOB_COUNTS $TORC_MESSAGE" >> told'
+
+    def test_a_run_tells_how_it_has_ended_and_ends_as_without_that(self):
+        self.world.environment['TORC_TEST_SETUP'] = 'torc.NOTIFY_LIMIT_S = 0.5'
+        self.assertExit(2, self.world.cli('run', 'w.yaml', '--notify', ' '), '--notify is empty')
+        for number, (needs, command, code, said, told) in enumerate((
+                ('~', self.TELL, 0, '', 'complete 1 w 1 {"completed":1} Workflow 1 (w) is complete: 1 completed\n'),
+                ('~', self.TELL, 3, '', 'failed 2 w 1 {"failed":1} Workflow 2 (w) has failed: 1 failed\n'),
+                ('big', self.TELL, 1, '', 'stuck 3 w 1 {"ready":1} Workflow 3 (w) is stuck: 1 ready\n'),
+                ('~', 'exit 7', 0, 'warning: --notify: the command ended with return code 7\n', ''),
+                ('~', 'sleep 1000 & echo $! > pid; wait', 3, 'warning: --notify: /bin/sh did not end within 0.5 s\n', '')), 1):
+            with self.subTest(number):
+                self.world.write('code', str(code))
+                self.world.write('told', '')
+                done = self.world.cli('run', self.world.write('w.yaml', self.SPEC % needs), '--notify', command)
+                self.assertExit(int(code > 0), done, said)
+                self.assertEqual((told, not said), (self.world.read('told'), 'warning' not in done.err))
+        self.assertEnds('pid')
+
+    def test_a_watch_tells_once_of_what_lasts_also_from_crontab(self):
+        self.world.write('code', '0')
+        self.make(self.SPEC % '~')
+        for _ in range(2):
+            self.assertExit(1, self.world.cli('watch', 1, '--once', '--notify', self.TELL))
+        self.assertEqual(1, len(re.findall('^stuck 1 w 0 .* is stuck: nobody is at work, and jobs are left: 1 uninitialized .*; 1 uninitialized$',
+                                           self.world.read('told'), re.MULTILINE)), self.world.read('told'))
+        os.unlink(self.world.path('torc_output', 'watch_wf1.lock'))
+        process = self.world.start('watch', 1, '-p', 0.1, '--persistent', '--notify', self.TELL + '; echo "$(%s status 1)" >> status' % ' '.join(
+            map(shlex.quote, [sys.executable, stub_path()])))
+        self.world.wait(lambda: self.world.read('told').count('\n') == 2 and 'uninitialized' in self.world.read('status'), 20, 'the second', [process])
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertExit(0, process.finish())
+        for _ in range(2):
+            self.assertExit(0, self.world.cli('watch', 1, '--once', '--notify', self.TELL))
+        self.assertEqual(['stuck', 'stuck', 'complete', 'complete'], re.findall('^[a-z]+', self.world.read('told'), re.MULTILINE))
 
 
 class WatchedSlurmTest(CommandTest):
@@ -23463,7 +23533,7 @@ class CommandExampleLaws(WorldTest):
           - {name: bad, command: exit 1, depends_on: [greet]}
         """
     # Run by other tests: they need, or are, a server, or go on until a workflow is complete, or need a terminal.
-    SERVED = ('tui', 'serve', 'ping', 'open', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch',
+    SERVED = ('tui', 'serve', 'monitor-node', 'ping', 'open', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch',
               *(row.name for row in torc.COMMANDS if row.name.startswith('remote ') and row.name != 'remote list-workers'))     # hosts
 
     # What has to be so for an example alone: a job whose failure is undecided.

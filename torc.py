@@ -903,8 +903,8 @@ def writing(what: str, option: str) -> Iterator[None]:
     """Report a file that cannot be written as the user's error, with the option that names another place."""
     try:
         yield
-    except OSError as error:
-        cause = error.strerror or error
+    except (OSError, sqlite3.Error) as error:
+        cause = getattr(error, 'strerror', None) or error
         raise BadInput(f'cannot write {what}: {cause}; give another place with {option}') from None
 
 
@@ -18983,6 +18983,7 @@ class RunnerOptions(Row):
     drains: bool = True         # jobs go on when the server is away for too long, and are stopped otherwise
     ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests then
     progress: str = ''          # how it is shown: none, plain, bar; '': as stderr can
+    notify: Optional[str] = None        # the user's command for the end
 
 
 class RunOutcome(Row):
@@ -22975,6 +22976,7 @@ class WatchStep(Row):
     name: str
     reason: str = ''        # for people
     exit: int = 0           # of an end
+    event: str = ''         # complete, failed or stuck, for the command of --notify
     command: str = ''       # ... that goes on with the workflow: its name
 
 
@@ -22983,7 +22985,7 @@ class Watcher:
     killed, and is started again, goes on with what it had counted. Recoveries count in runs that followed
     upon each other: a run that somebody else has begun begins the count anew."""
     COUNTED = ('began_at', 'recovered_runs', 'scheduled_at', 'idle_submissions', 'last_result',
-               'ended_allocations')
+               'ended_allocations', 'event')
 
     def __init__(self, args: Dict[str, Any], counted: Dict[str, Any], clock: float) -> None:
         self.args = args        # options of `watch`
@@ -22997,6 +22999,7 @@ class Watcher:
         # allocations had ended badly.
         self.last_result = counted.get('last_result')                  # type: Optional[int]
         self.ended_allocations = counted.get('ended_allocations', 0)
+        self.event = counted.get('event', '')   # of the last poll: --notify has told of it
         # Of this process. Times are monotonic.
         self.seen = {}                  # type: Dict[str, Any]  # what the server has found (observe_workflow)
         self.looked_at = -math.inf      # when Slurm was last asked
@@ -23060,7 +23063,7 @@ class Watcher:
         is_active = any(counts[STATUS_NAMES[code]] for code in ACTIVE)
         has_workers = bool(num_allocations or status['active_compute_nodes'])
         if status['is_canceled']:
-            return WatchStep('end', 'the workflow was canceled', 1)
+            return WatchStep('end', 'the workflow was canceled', 1, 'failed')
         if (num_allocations or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
             return WatchStep('look')
         if self.is_at_work != bool(has_workers or is_active):
@@ -23070,7 +23073,8 @@ class Watcher:
         if has_workers and is_over(counts):
             return WatchStep('wait', 'all jobs have ended; runners and allocations are about to')
         if is_over(counts):
-            return self.judge(counts)
+            step = self.judge(counts)
+            return step._replace(event='failed' if step.exit else 'complete' if step.name == 'end' else '')
         if self.is_at_work:
             return self.look_for_unplanned(counts)
         return self.judge_standstill(counts)
@@ -23123,25 +23127,28 @@ class Watcher:
         is_ours = args['recover'] and seen['had_allocations'] and (is_recovered or self.has_losses)
         if self.num_ready > 0 and (args['auto_schedule'] or is_ours) and seen['has_scheduler']:
             failures = max(self.num_failures, idle)
-            is_given_up = failures >= SCHEDULE_FAILURES and not args['persistent']
+            is_vain = failures >= SCHEDULE_FAILURES
+            is_given_up = is_vain and not args['persistent']
             if self.clock >= self.asked_at + submission_pause(failures) and not is_given_up:
                 return WatchStep('schedule', f"{counted(self.num_ready, 'ready job')}, and no allocation")
             failure = self.failure or f"those of {counted(idle, 'submission')} in a row have ended before " \
                 'any job did: see the logs of their runners'
             is_end = bool(is_given_up or args['once'])
-            return WatchStep('end' if is_end else 'wait', f'no allocations: {failure}', int(is_end))
+            return WatchStep('end' if is_end else 'wait', f'no allocations: {failure}', int(is_end),
+                             'stuck' if is_vain else '')
         unserved = seen['status'].get('unserved_ready_labels') or {}
         labels = ''.join(f"; {counted(count, 'job')} for runners with label {name}"
                          for name, count in unserved.items())
         left = ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES
                          if not row.is_done and counts[row.name])
         reason = f'nobody is at work, and jobs are left: {left}{labels}'
-        if args['persistent'] or self.still_polls < STANDSTILL_POLLS and not args['once']:
-            return WatchStep('wait', reason)
+        is_new = self.still_polls < STANDSTILL_POLLS and not args['once']
+        if args['persistent'] or is_new:
+            return WatchStep('wait', reason, event='' if is_new else 'stuck')
         command = 'recover' if self.num_ready > 0 and seen['had_allocations'] else \
             'submit' if seen['has_scheduler'] else 'run'
         reason += f' (`{command}` it, or give --auto-schedule or --persistent)'
-        return WatchStep('end', reason, 1, command)
+        return WatchStep('end', reason, 1, 'stuck', command)
 
     def on_look(self, now: float, doubts: Sequence[str]) -> None:
         """Slurm was asked."""
@@ -26979,6 +26986,55 @@ def cmd_plot_resources(session: Session, args: Arguments) -> Answer:
     return Answer({'files': paths}, text)
 
 
+def cmd_monitor_node(session: Session, args: Arguments) -> Any:
+    """Sample this node until a signal, into the file of a time series."""
+    if not read_proc_text('/proc/stat'):
+        raise Refused('monitor-node reads /proc, which this system does not have')
+    label, number, job_id = f'h{socket.gethostname()}', args['workflow_id'], os.environ.get('SLURM_JOB_ID')
+    node = {'enabled': True, 'granularity': 'summary' if args['summary_only'] else 'time_series'}
+    workflow = {'resource_monitor_config': dict(args, compute_node=node)}       # type: Dict[str, Any]
+    if number is not None:
+        workflow = session.workflow(number)
+        session.client.close()      # an embedded database is for others meanwhile
+        label = f"wf{number}_{label}_r{workflow.get('run_id') or 0}"
+    settings = monitor_settings(workflow)
+    if not settings.node:
+        session.report(f'workflow {number} does not measure nodes: set compute_node: {{enabled: true}} in its '
+                       'resource_monitor, or leave -w out')
+        return 1
+    label += f'_sl{job_id}' if job_id else ''
+    path = os.path.join(args['output_dir'], SERIES_DIRECTORY, f'resource_metrics_monitor_{label}.db')
+    usage, rows = NodeUsage(settings.cpu, settings.memory), []      # type: Any, List[Any]
+
+    def flush() -> None:
+        with writing(path, '--output-dir'):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_series(path, rows)
+        rows.clear()
+
+    ends = [name for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+            if signal.getsignal(name) != signal.SIG_IGN]        # as nohup asks for
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    try:
+        flush()         # what cannot be written shows at once
+        session.inform(f'Sampling this node every {settings.interval_s:g} s, into {path}')
+        flush_at, is_over = time.monotonic() + settings.flush_s, False
+        while not is_over:
+            is_over = signal.sigtimedwait(ends, settings.interval_s) is not None
+            values = usage.sample()
+            if settings.has_node_series:
+                rows.append(('node', (int(time.time()), *values)))
+            if not is_over and time.monotonic() >= flush_at:
+                flush_at += settings.flush_s
+                with contextlib.suppress(BadInput):     # a full disk passes: they wait for the next time
+                    flush()
+        rows.append(('summary', list(map(usage.fields().get, SUMMARY_FIELDS))))
+        flush()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return Answer(dict(usage.fields(), file=path), [f"{counted(usage.sample_count, 'sample')} in {path}"])
+
+
 def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> None:
     """Draw what was sampled in a run, where its workflow asks for it. Failures are no failures of the run."""
     if not (workflow.get('resource_monitor_config') or {}).get('generate_plots'):
@@ -27281,6 +27337,91 @@ def format_groups(groups: Sequence[Tuple[str, Sequence[str]]]) -> List[str]:
     return lines + ([f'  and {more} more lines as these'] if more > 0 else [])
 
 
+# -------- programs of the user --------
+
+NOTIFY_LIMIT_S = 60.0
+EVENTS = {'complete': 'is complete', 'failed': 'has failed', 'stuck': 'is stuck'}   # that --notify is for
+
+
+def split_command(text: str, option: str) -> List[str]:
+    """Words of a command, as a shell would split them; of a file in this directory its path."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadInput(f'{option} {text!r}: {error}') from None
+    if not words:
+        raise BadInput(f'{option} is empty')
+    if os.sep not in words[0] and os.path.isfile(words[0]):
+        words[0] = os.path.join('.', words[0])
+    return words
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """For a while what ends a program raises KeyboardInterrupt, also where it only wakes a loop as a rule."""
+    is_main = threading.current_thread() is threading.main_thread()     # handlers are set there only
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    old = {number: signal.signal(number, signal.default_int_handler) for number in numbers
+           if signal.getsignal(number) != signal.SIG_IGN}       # as nohup asks for
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
+                limit_s: Optional[float] = None, **variables: str) -> int:
+    """Run a program of the user to its end, its output on stderr; its return code, 128 + n by a signal.
+
+    It stays in our process group, so that a terminal's Ctrl-C reaches it. What it has started ends with it
+    where it has to be ended: that would go on deciding, or hold our output open.
+    """
+    client, process, code = session.client, None, None      # type: Client, Any, Any
+    environment = dict(os.environ, TORC_WORKFLOW_ID=str(workflow['id']), TORC_API_URL=client.url,
+                       TORC_RUN_ID=str(workflow.get('run_id') or 0))   # type: Dict[str, Any]
+    environment.update((name, encode_text(value)) for name, value in variables.items())
+    if client.token_file:
+        environment['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
+    spared, adopted_before = read_children(os.getpid()), adopt_orphans(True)
+    try:
+        with interrupted_by_signals():      # also while it is started
+            process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2)
+            code = process.wait(limit_s)
+    except (OSError, ValueError) as error:
+        cause = getattr(error, 'strerror', None) or error
+        raise BadInput(f'{option}: {words[0]} cannot be started: {cause}') from None
+    except subprocess.TimeoutExpired:
+        raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
+    finally:
+        if code is None or code < 0:    # it had no time to end the others
+            if process is not None:
+                process.kill()          # where there is no /proc
+            end_children(spared.__contains__, UNKILLABLE_S)
+            if process is not None:
+                process.wait()
+        adopt_orphans(adopted_before)
+    return code if code >= 0 else 128 - code
+
+
+def notify(session: Session, command: Optional[str], workflow: Dict[str, Any], event: str,
+           counts: Dict[str, int], reason: str = '') -> str:
+    """Give a shell the command of --notify, if there are one and an event; why it failed, or ''."""
+    if not command or not event:
+        return ''
+    if session.client.is_direct:
+        session.client.close()      # the command may use the database
+    text = f"Workflow {workflow['id']} ({workflow['name']}) {EVENTS[event]}: {reason}{format_counts(counts)}"
+    try:
+        code = run_program(
+            session, ['/bin/sh', '-c', command], workflow, '--notify', NOTIFY_LIMIT_S, TORC_EVENT=event,
+            TORC_WORKFLOW_NAME=workflow['name'], TORC_MESSAGE=text,
+            TORC_JOB_COUNTS=format_json({name: counts[name] for name in counts if counts[name]}))
+    except TorcError as error:
+        return error.message
+    return f'--notify: the command ended with return code {code}' if code else ''
+
+
 # -------- running --------
 
 def cmd_run(session: Session, args: Arguments) -> int:
@@ -27350,7 +27491,7 @@ def runner_options(args: Arguments) -> RunnerOptions:
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
         claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
-        progress=args['progress'] or '', **offline_options(args, read_config()))
+        progress=args['progress'] or '', notify=args.get('notify'), **offline_options(args, read_config()))
 
 
 def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
@@ -27431,9 +27572,16 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
     plot_run(session, workflow, options.output_dir)
     with contextlib.suppress(TorcError):    # no server any more: what it said last must do
         status = session.call('get_workflow_status', workflow_id=workflow['id'])
+        workflow = session.workflow(workflow['id'])     # in a run that has begun since
         outcome = outcome._replace(**{key: status[key] for key in ('jobs_by_status', 'is_complete',
                                                                    'is_canceled')})
-    return report_outcome(session, workflow, outcome, options, output)
+    code = report_outcome(session, workflow, outcome, options, output)
+    event = '' if outcome.interrupted_by else 'complete' if not code else \
+        'failed' if outcome.is_complete or outcome.is_canceled else 'stuck' if outcome.reason == 'stuck' else ''
+    failure = notify(session, options.notify, workflow, event, outcome.jobs_by_status)
+    if failure:
+        session.report(f'warning: {failure}')
+    return code
 
 
 def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
@@ -29537,19 +29685,6 @@ def format_plan(found: Evidence, plan: RecoveryPlan, style: Style) -> str:
 
 # -------- programs of the user --------
 
-def split_command(text: str, option: str) -> List[str]:
-    """Words of a command, as a shell would split them; of a file in this directory its path."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise BadInput(f'{option} {text!r}: {error}') from None
-    if not words:
-        raise BadInput(f'{option} is empty')
-    if os.sep not in words[0] and os.path.isfile(words[0]):
-        words[0] = os.path.join('.', words[0])
-    return words
-
-
 def refuse_bad_programs(args: Arguments) -> None:
     """Refuse programs of the user that cannot be called before one is needed, perhaps in a week."""
     for option in ('--recovery-hook', '--ai-agent'):
@@ -29558,53 +29693,6 @@ def refuse_bad_programs(args: Arguments) -> None:
             split_command(text, option)
     if args['ai_recovery'] and not args['ai_agent']:
         raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
-
-
-@contextlib.contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """For a while what ends a program raises KeyboardInterrupt, also where it only wakes a loop as a rule."""
-    is_main = threading.current_thread() is threading.main_thread()     # handlers are set there only
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
-    old = {number: signal.signal(number, signal.default_int_handler) for number in numbers
-           if signal.getsignal(number) != signal.SIG_IGN}       # as nohup asks for
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
-                limit_s: Optional[float] = None) -> int:
-    """Run a program of the user to its end, its output on stderr; its return code, 128 + n by a signal.
-
-    It stays in our process group, so that a terminal's Ctrl-C reaches it. What it has started ends with it
-    where it has to be ended: that would go on deciding, or hold our output open.
-    """
-    client, process, code = session.client, None, None      # type: Client, Any, Any
-    environment = dict(os.environ, TORC_WORKFLOW_ID=str(workflow['id']), TORC_API_URL=client.url,
-                       TORC_RUN_ID=str(workflow.get('run_id') or 0))
-    if client.token_file:
-        environment['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
-    spared, adopted_before = read_children(os.getpid()), adopt_orphans(True)
-    try:
-        with interrupted_by_signals():      # also while it is started
-            process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2)
-            code = process.wait(limit_s)
-    except (OSError, ValueError) as error:
-        cause = getattr(error, 'strerror', None) or error
-        raise BadInput(f'{option}: {words[0]} cannot be started: {cause}') from None
-    except subprocess.TimeoutExpired:
-        raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
-    finally:
-        if code is None or code < 0:    # it had no time to end the others
-            if process is not None:
-                process.kill()          # where there is no /proc
-            end_children(spared.__contains__, UNKILLABLE_S)
-            if process is not None:
-                process.wait()
-        adopt_orphans(adopted_before)
-    return code if code >= 0 else 128 - code
 
 
 # -------- the command --------
@@ -29796,6 +29884,7 @@ class Supervision:
         if self.args['progress'] != 'none' or self.args['show_job_counts']:
             self.say_once('counts', '; '.join([counts, *describe_nodes(status)]))
         self.say_once('state', step.reason)
+        self.notify(step)
         self.progress.on_turn(count_jobs(dict(status, unfinished=0)))
         return None
 
@@ -29828,14 +29917,25 @@ class Supervision:
         """Report how it ended."""
         counts = self.watcher.seen['status']['jobs_by_status']
         self.say(f'Watch ended: {format_counts(counts)}')
-        # Whoever is started again and again is not to begin anew what was given up.
+        self.notify(step)
+        # Whoever is started again and again is not to begin anew what was given up, nor to tell of an end twice.
         if not step.exit or not self.args['once']:
+            kept = {'event': step.event, 'database_id': self.database_id} if self.args['once'] else {}
             with contextlib.suppress(OSError):
-                self.lock.write({})
+                self.lock.write(kept)
         command = command_line(self.session, step.command, self.number) if step.command else ''
         if command:
             self.say(f'to go on: {command}')
         self.show_end(step.reason, step.exit, **({'next_command': command} if command else {}))
+
+    def notify(self, step: WatchStep) -> None:
+        """Carry out the command of --notify, once for an event that lasts."""
+        if step.event != self.watcher.event:
+            self.watcher.event = step.event
+            self.keep()
+            seen, workflow = self.watcher.seen, dict(self.workflow, run_id=self.watcher.seen['run_id'])
+            self.say_once('notify', notify(self.session, self.args['notify'], workflow, step.event, seen[
+                'status']['jobs_by_status'], f'{step.reason}; '), 'warning')
 
     def show_end(self, reason: str, code: int, **more: Any) -> None:
         """The outcome as JSON, if that is asked for."""
@@ -31339,6 +31439,8 @@ PLAN_OPTIONS = (
 )
 JOB_PREFIX_OPTION = Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs (default: the '
                              'name of the workflow)')
+NOTIFY = Argument('--notify', 'CMD', 'give this to a shell when the workflow is complete, has failed, or is '
+                  'stuck (see: help recovery)', lambda text: split_command(text, '--notify') and text)
 # Of recover, and of watch, which calls it.
 RECOVER_OPTIONS = (
     OUTPUT_DIR,
@@ -31453,6 +31555,7 @@ What jobs have used, beside what they asked for
         $ torc.py workflows check-resources 1 --include-failed
         $ torc.py workflows correct-resources 1 --dry-run
         $ torc.py exec -c 'sleep 2' --monitor time-series -i 1 --generate-plots
+    `monitor-node` samples a whole node, until a signal, for the same plots.
 ''',
     'output': r'''where output goes, logs, and why a job failed
 
@@ -31643,6 +31746,9 @@ Unattended
         sbatch --account=proj --time=2-00:00:00 --ntasks=1 --mem=300M \
             --job-name=torc-watch --wrap \
             'exec python3 /path/to/torc.py watch 1 --recover --auto-schedule'
+    --notify, of `watch` and `run`, is a command for when it is complete, failed
+    or stuck. It has TORC_EVENT, TORC_WORKFLOW_NAME and _ID, TORC_JOB_COUNTS:
+        torc.py watch 1 --notify 'mail -s "$TORC_MESSAGE" me'
 ''',
     'outages': r'''servers, runners, hosts and disks that fail
 
@@ -31958,7 +32064,7 @@ COMMANDS = (
     Command('run', cmd_run, 'create a workflow from a file, or take one by its id, and run its jobs here', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), *RESUME,
         Argument('--dry-run', '', 'with --resume: only show what would change and run'), *RUN_OPTIONS,
-        Argument('--persistent', '', 'keep running when nothing is left to do'),
+        Argument('--persistent', '', 'keep running when nothing is left to do'), NOTIFY,
         Argument('--retry-failed', '',
                  'with an id: run again what failed or was canceled, and what depends on it'), FORCE,
         *SPEC_OPTIONS), 'run examples/hello.yaml'),
@@ -32025,7 +32131,7 @@ COMMANDS = (
         Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number; with '
                  f'--retry-unknown or a hook until {IDLE_RECOVERIES} in a row have not completed a job)',
                  at_least(0)),
-        *RECOVER_OPTIONS,
+        *RECOVER_OPTIONS, NOTIFY,
         Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'), PROGRESS,
         Argument('--persistent', '', 'go on while nobody is at work: runners are started elsewhere'),
         Argument('--once', '', 'one poll, for crontab and scrontab; exit code 1 as long as jobs are left'),
@@ -32092,6 +32198,13 @@ COMMANDS = (
         Argument('-f --format', 'FORMAT', 'html, or json for Plotly', one_of('html', 'json'),
                  default='html')),
         f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
+    Command('monitor-node', cmd_monitor_node, 'sample what a whole node uses, until a signal', (
+        LOGS_OF._replace(meaning='what its resource_monitor.compute_node says, whatever these options say'),
+        OUTPUT_DIR, Argument('-i --sample-interval-seconds', 'SECONDS', 'between samples',
+                             at_least(1, parse_whole_seconds), default=10),
+        Argument('--flush-interval-seconds', 'SECONDS', 'between writes', at_least(1, parse_whole_seconds),
+                 default=300),
+        Argument('--summary-only', '', 'no time series: peaks and averages at the end')), 'monitor-node -w 1'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', one_of('run'), '?', key='word'),
         Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1; in an allocation of '
@@ -32793,7 +32906,7 @@ JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflow
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
 # Commands of Torc that are not there yet.
-PLANNED = ('config', 'workflows export', 'workflows import', 'monitor-node', 'self')
+PLANNED = ('config', 'workflows export', 'workflows import', 'self')
 
 
 class Parsed(Row):
