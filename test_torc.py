@@ -79,6 +79,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     20j. Service
     20k. Terminal view
     21. Command table
+    21b. Python
 Without a number: End to end, Faults, Laws, Bench, and what runs the tests.
 """
 
@@ -21248,6 +21249,77 @@ class ManualTest(WorldTest):
                     self.assertEqual((int('watch' in block), {}), (said.returncode, self.world.leave()), said.stdout)   # 1: jobs are left
 
 
+# ======== 21b. Python ========
+
+@slow
+class PythonTest(CommandTest):
+    """What scripts import."""
+    STUDY = '''
+        def solve(params): return {'y': params['x'] ** 2}
+        def name(job_name, params): return [job_name, params]
+        def collect(results): return sum(result['y'] for result in results)
+        def refuse(params): raise ValueError('no such value')
+        '''
+
+    def script(self, text: str, **env: str) -> str:
+        """Carry out a script beside study.py; what it prints."""
+        self.world.write('study.py', textwrap.dedent(self.STUDY))
+        self.world.write('script.py', textwrap.dedent(text))
+        env = dict(self.world.environment, PYTHONPATH=HERE, PYTHONDONTWRITEBYTECODE='1', **env)
+        said = subprocess.run([sys.executable, 'script.py'], cwd=self.world.directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              timeout=120, encoding='utf-8')
+        self.assertEqual(0, said.returncode, said.stderr)
+        return said.stdout
+
+    def values(self, workflow_id: int) -> Dict[str, Any]:
+        """User data by name."""
+        return {item['name']: item.get('data') for item in self.json(f'user-data list {workflow_id}')['items']}
+
+    def test_the_manual_does_what_it_shows(self):
+        blocks = re.findall(r'(?m)(?:^ {8}[^$\n]*\n)+', torc.MANUAL['python'])
+        self.assertEqual(2, len(blocks))
+        self.script('import torc\n' + ''.join(map(textwrap.dedent, blocks)) + 'print(code)')
+        self.assertEqual('1\n2\n3\n5\n6\n', self.world.read('sum.txt'))
+        self.assertEqual({'completed'}, set(self.statuses(1).values()))
+        self.assertExit(0, self.world.cli('run', 2))
+        self.assertEqual(({'y': 1}, {'y': 4}, 5), tuple(self.values(2)[name] for name in ('output_1', 'output_2', 'postprocess_result')))
+
+    def test_a_script_for_torcs_client_runs_and_functions_that_raise_fail_their_job(self):
+        url = self.world.serve()
+        said = self.script('''
+            import os
+            from torc.openapi_client import DefaultApi, JobModel, ResourceRequirementsModel, WorkflowModel
+            from torc.api import make_api
+            from torc import SpawnJobModel, create_jobs, map_function_to_jobs, setup_logging
+            setup_logging()
+            api = make_api(os.environ['URL'])
+            workflow = api.create_workflow(WorkflowModel(name='w', user='me', description=None))
+            small = api.create_resource_requirements(ResourceRequirementsModel(workflow_id=workflow.id, name='small', num_cpus=1, memory='1g', runtime='P0DT1H'))
+            first, = create_jobs(api, [JobModel(workflow_id=workflow.id, name='first', command='true', resource_requirements_id=small.id)])
+            made = map_function_to_jobs(api, workflow.id, 'study', 'name', [[1], None], resource_requirements_id=small.id, name_prefix='n',
+                                        depends_on_job_ids=[first.id], start_index=3)
+            made += map_function_to_jobs(api, workflow.id, 'study', 'refuse', [5])
+            found = api.list_jobs(workflow.id, name='n3').items[0]
+            print([job.name for job in made], found.name, found.labels, found.command.endswith('run-function'), SpawnJobModel(name='x').name)
+            try:
+                map_function_to_jobs(api, workflow.id, 'study', 'missing', [1])
+            except AttributeError:
+                print(api.list_user_data(workflow.id).total_count)
+            ''', URL=url)
+        self.assertEqual("['n3', 'n4', '1'] n3 None True x\n6\n", said)
+        self.assertExit(1, self.world.cli('run', 1), 'ValueError: no such value')
+        self.assertEqual({'first': 'completed', 'n3': 'completed', 'n4': 'completed', '1': 'failed'}, self.statuses())
+        self.assertEqual((['n3', [1]], ['n4', None], {}), tuple(self.values(1)[f'output_{name}'] for name in ('n3', 'n4', '1')))
+        self.assertExit(2, self.world.main('run-function'), 'jobs of map_function_to_jobs() run this')
+
+    def test_a_workflow_is_checked_as_its_file_would_be(self):
+        flow = torc.workflow('w', priority=1)
+        self.assertEqual('j', flow.job('j', 'x {i}', parameters={'i': range(2), 'k': 'a'}, depend_on=['y']))
+        self.assertEqual({'name': 'w', 'priority': 1, 'jobs': [
+            {'name': 'j', 'command': 'x {i}', 'parameters': {'i': [0, 1], 'k': 'a'}, 'depend_on': ['y']}]}, flow.spec)
+        self.assertRaisesRegex(torc.BadInput, "did you mean 'depends_on'", flow.create)
+
+
 # ======== End to end: real files, real programs, from a spec to results ========
 #
 # These tests enter through the program's front door and look at what a user would see: exit codes, statuses, files.
@@ -23138,6 +23210,7 @@ BORDERS = {
     'Server.work': 'a bug costs one look at the clock',
     'Users.matches': 'a bug costs one look at a password',
     'Errand.run': 'a bug in a thread is raised in the loop, where it is looked for',
+    'cmd_run_function': "what a user's function raises ends its job",
     'keep': 'the last line of a keeper: what its runner is to do must not run there',
     'fork_detached': 'the last line of a forked process: nothing of its parent may run below it',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
@@ -23532,8 +23605,8 @@ class CommandExampleLaws(WorldTest):
           - {name: greet, command: echo hello, resource_requirements: big, failure_handler: again, input_files: [data], input_user_data: [limits]}
           - {name: bad, command: exit 1, depends_on: [greet]}
         """
-    # Run by other tests: they need, or are, a server, or go on until a workflow is complete, or need a terminal.
-    SERVED = ('tui', 'serve', 'monitor-node', 'ping', 'open', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch',
+    # Run by other tests: they need, or are, a server or a job, or go on until a workflow is complete, or need a terminal.
+    SERVED = ('tui', 'serve', 'monitor-node', 'ping', 'open', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch', 'run-function',
               *(row.name for row in torc.COMMANDS if row.name.startswith('remote ') and row.name != 'remote list-workers'))     # hosts
 
     # What has to be so for an example alone: a job whose failure is undecided.

@@ -38,7 +38,7 @@ Sections (grep '^# ==' torc.py):
     20. Commands, 20a. Workflows, 20b. Logs, 20c. Runs, 20d. Allocations, 20e. Clusters,
         20f. Recovery commands, 20g. Recover, 20h. Watch, 20i. Remote commands, 20j. Service,
         20k. Terminal view, 20l. Arguments, 20m. Manual
-    21. Command table, 21a. Main
+    21. Command table, 21a. Main, 21b. Python
     A. Page
 
 A name uses names of its own and of earlier sections, never of later ones. Public for those who
@@ -124,7 +124,8 @@ tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
 __version__ = '0.1.0'
 __all__ = ['Client', 'Credentials', 'TorcError', 'BadInput', 'Refused', 'NotFound', 'Conflict', 'Denied',
-           'Unreachable', 'main']
+           'Unreachable', 'main', 'workflow', 'make_api', 'create_jobs', 'map_function_to_jobs',
+           'setup_logging']
 
 API_VERSION = '0.23.0'  # of Torc 1.0.0's HTTP contract, which this file speaks
 RELEASE_TAG = 'v' + __version__     # names the release's commit: a copied file knows no hash
@@ -426,6 +427,9 @@ class BadInput(TorcError):
                  **details: Any) -> None:
         super().__init__(message, http, **details)
         self.problems = list(problems)
+
+    def __str__(self) -> str:
+        return '\n'.join([self.message, *map(str, self.problems)][:None if len(self.problems) > 1 else 1])
 
 
 def problem_error(problem: Problem) -> BadInput:
@@ -15248,8 +15252,9 @@ class PendingCall:
 def client_method(route: Route) -> Callable[..., Any]:
     """The method of a client that carries out an operation, with the rows of the tables as its docstring."""
     def carry_out(self: 'Client', *values: Any, **params: Any) -> Any:
-        # Values without a name: first those of the path, in its order, then the body.
-        names = path_parameters(route)[1 if 'id' in params else 0:] + (['body'] if route.body else [])
+        # Values without a name: first those of the path, in its order, or the workflow's id, then the body.
+        names = path_parameters(route)[1 if 'id' in params else 0:] + re.findall(r'\bworkflow_id\b', route.query)
+        names += ['body'] if route.body else []
         names = [name for name in names if name not in params]
         if len(values) > len(names):
             raise BadInput(f'{route.name} takes at most {len(names)} values without a name'
@@ -27154,6 +27159,36 @@ def warn_of_missing(session: Session, plan: Plan) -> List[str]:
     return missing
 
 
+# -------- mapped functions --------
+
+def load_function(order: Dict[str, Any]) -> Callable[..., Any]:
+    """The function that is named by `module` and `func`, which may need a `module_directory`."""
+    sys.path += {order.get('module_directory') or os.getcwd()}.difference(sys.path)
+    return getattr(importlib.import_module(order['module']), order['func'])
+
+
+def cmd_run_function(session: Session, args: Arguments) -> int:
+    """In a job of map_function_to_jobs(): call its function, and store what that returns."""
+    workflow_id, job_id = (int(os.environ.get(name, 0)) for name in ('TORC_WORKFLOW_ID', 'TORC_JOB_ID'))
+    if not job_id:
+        raise BadInput('jobs of map_function_to_jobs() run this, nobody else (see: help python)')
+    given = {item['name']: item.get('data') for item in session.items(
+        'list_user_data', workflow_id=workflow_id, consumer_job_id=job_id)}
+    output, = session.items('list_user_data', workflow_id=workflow_id, producer_job_id=job_id)
+    order = next(data for name, data in given.items() if name.startswith('input_'))
+    values = [order['params']] if 'params' in order else [[given[name] for name in given if given[name] != order]]
+    try:
+        function = load_function(order)
+        if getattr(getattr(function, '__code__', None), 'co_argcount', 1) > 1:     # in Torc, of late
+            values.insert(0, order['job_name'])
+        result = function(*values)
+    except Exception:   # the user's own: it ends the job, and is not our bug
+        session.report(*traceback.format_exc().splitlines())
+        return 1
+    session.call('update_user_data', {'data': result}, id=output['id'])
+    return 0
+
+
 # -------- planned allocations --------
 
 PLANNING = ('group_by', 'walltime_strategy', 'walltime_multiplier')
@@ -31788,7 +31823,7 @@ A lease on the database
     On a network file system torc.db.lease says which host serves it. Another
     one takes over 30 s after the last renewal; --takeover does not wait.
 ''',
-    'scripts': r'''JSON, exec, Python, and jobs that call back
+    'scripts': r'''JSON, exec, calls from jobs, provenance
 
 Output
     Results are on stdout, messages on stderr. The text for people may change:
@@ -31812,30 +31847,55 @@ Commands without a file
         $ seq 3 | sed 's/^/echo /' | torc.py exec -n batch -C - -j 8 --retries 2
         $ seq 9 | sed 's/^/echo /' | torc.py exec -n batch -C - --resume
 
-From Python
-    `client = torc.Client.connect(needs_server=True)` has a method for each
-    operation, with dicts; client.pages('list_jobs', workflow_id=1) reads a list
-    of any length, client.stream('stream_workflow_events', workflow_id=1) events
-    as they come, up to workflow_completed or workflow_canceled. The rest is in
-    help(torc.Client).
-
 From a job
     TORC_API_URL, TORC_TOKEN_FILE and TORC_WORKFLOW_ID lead to its server, for
     commands and torc.Client alike. Programs that know passwords only take the
-    content of the token file as password, with any user. In Torc's Python (a
-    torc.py beside the script would hide it):
+    content of the token file as password, with any user. In Torc's own Python
+    client (where no torc.py hides it, see: help python):
         from torc.api import make_api
         api = make_api(os.environ['TORC_API_URL'])
         token = open(os.environ['TORC_TOKEN_FILE']).read().strip()
         api.api_client.set_default_header('Authorization', f'Bearer {token}')
 
-Jobs that make jobs
-    client.spawn_jobs(id, ...) adds jobs that depend on a running one. To call
-    it again adds nothing. When the job runs again, what it spawned is removed.
-
 Provenance
     `enable_ro_crate: true` records what was made from what, for an RO-Crate:
         $ torc.py ro-crate export 1 -o .
+''',
+    'python': r'''workflows, functions and requests from Python
+
+A workflow
+    `import torc` needs this file beside the script, or its directory in
+    PYTHONPATH. What a workflow file may say (help spec), as keywords:
+        flow = torc.workflow('study', env={'MODE': 'fast'})
+        flow.add('files', name='sum', path='sum.txt')
+        for name, n in (('a', range(1, 4)), ('b', range(5, 7))):
+            flow.job(name + '_{n}', 'echo {n} > ' + name + '{n}',
+                     parameters={'n': n})
+        flow.job('sum', 'cat [ab]? > sum.txt', output_files=['sum'],
+                 depends_on_regexes=['^[ab]_'])
+        code = flow.run('-j', 4)        # or: workflow_id = flow.create()
+
+A function for many values
+    Each call is a job. It stores what the function returns, which the last
+    job's function gets as a list. With functions in study.py:
+        api = torc.make_api()           # or of a server: its URL
+        work = api.create_workflow({'name': 'map', 'user': 'me'})
+        torc.map_function_to_jobs(api, work.id, 'study', 'solve',
+                                  [{'x': 1}, {'x': 2}], 'collect')
+        api.close()
+    Run as any workflow; what `collect` has returned is postprocess_result:
+        $ torc.py -f json user-data list 1
+
+Requests
+    `client = torc.Client.connect(needs_server=True)` has a method for each
+    operation, with dicts; client.pages('list_jobs', workflow_id=1) reads a list
+    of any length, client.stream('stream_workflow_events', workflow_id=1) events
+    as they come, up to workflow_completed or workflow_canceled.
+    client.spawn_jobs(id, ...) adds jobs that depend on a running one. To call
+    it again adds nothing. When the job runs again, what it spawned is removed.
+    The rest is in help(torc.Client). Scripts for Torc's client run with this
+    file, too, if they need no more of it than make_api, create_jobs,
+    map_function_to_jobs and models from torc.openapi_client.
 ''',
     'page': r'''workflows in a browser
 
@@ -32111,6 +32171,8 @@ COMMANDS = (
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
         "exec -c 'echo {i}' --param i=1:10"),
+    Command('run-function', cmd_run_function, 'in a job: call the Python function that it was made for', (),
+            'run-function'),
     Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
         Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
@@ -33181,6 +33243,104 @@ def discard_output(out: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     except (OSError, ValueError):
         pass    # not a file: nothing will be flushed
+
+
+# ======== 21b. Python: workflows as values, functions as jobs, and names of Torc's client ========
+#
+# For scripts that import this file. A WorkflowBuilder holds what a workflow file would say, and has it checked
+# as one. The other names are those of Torc's Python client, which this file hides where both can be imported.
+
+
+class WorkflowBuilder:
+    """A new workflow, with these fields of a workflow file; `spec` is what that file would say."""
+
+    def __init__(self, name: str, **fields: Any) -> None:
+        self.spec = dict(fields, name=name)
+
+    def add(self, block: str, **fields: Any) -> str:
+        """Add an entry to a list of the file, such as 'files'; its name. Parameters may be ranges."""
+        if 'parameters' in fields:
+            fields['parameters'] = {key: list(value) if isinstance(value, range) else value
+                                    for key, value in fields['parameters'].items()}
+        self.spec.setdefault(block, []).append(fields)
+        return fields.get('name', '')
+
+    def job(self, name: str, command: str, **fields: Any) -> str:
+        """Add a job; its name."""
+        return self.add('jobs', name=name, command=command, **fields)
+
+    def create(self) -> int:
+        """Create the workflow, where commands would; its id. BadInput says all that is wrong."""
+        plan = complete_plan(read_plan(Document(self.spec, '', '', {}), os.getcwd()), False)
+        with Client.connect() as client:
+            return client.create_workflow_from_spec(plan.body)['workflow_id']
+
+    def run(self, *options: Any) -> int:
+        """Create the workflow and run it, with options of `run`; the exit code."""
+        return main(['run', str(self.create()), *map(str, options)])
+
+
+class Model(dict):      # type: ignore
+    """A record of the API. Its keys are attributes, too, even `items`; others are None, as in Torc's client."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        return super().__getattribute__(name) if hasattr(dict, name) or name[:2] == '__' else None
+
+    __setattr__ = dict.__setitem__
+
+
+class DefaultApi(Client):
+    """A client that answers with Models."""
+
+    def call(self, *values: Any, **params: Any) -> Any:
+        """As Client.call."""
+        answer = super().call(*values, **params)
+        if not isinstance(answer, dict):
+            return answer
+        return Model({key: [Model(item) if isinstance(item, dict) else item for item in part]
+                      if isinstance(part, list) and key != 'data' else part for key, part in answer.items()})
+
+
+workflow, make_api, SpawnJobModel = WorkflowBuilder, DefaultApi.connect, Model
+setup_logging = logging.basicConfig
+
+
+def create_jobs(api: Client, jobs: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Add up to 100,000 jobs at once; them as they are then."""
+    return api.create_jobs({'jobs': list(jobs)})['jobs']
+
+
+def map_function_to_jobs(api: Client, workflow_id: int, module: str, func: str, params: Iterable[Any],
+                         postprocess_func: Optional[str] = None, module_directory: Optional[str] = None,
+                         start_index: int = 1, name_prefix: str = '', **fields: Any) -> List[Dict[str, Any]]:
+    """Add a job for each of params, which calls func(params) or func(job_name, params) of the module and stores
+    the result as user data; and one that calls postprocess_func with the list of all results. The jobs."""
+    # As a module this file is compiled once, and not for each job.
+    path, python = map(shlex.quote, (os.path.dirname(os.path.abspath(__file__)), sys.executable))
+    command = f'PYTHONPATH={path}:$PYTHONPATH {python} -m torc run-function'
+
+    def make(name: str, output: str, inputs: Sequence[int] = (), **order: Any) -> Dict[str, Any]:
+        order.update(given_values({'module': module, 'module_directory': module_directory}))
+        load_function(order)    # an error now is better than one in each job
+        ids = [api.create_user_data({'workflow_id': workflow_id, 'name': title, 'data': data})['id']
+               for title, data in ((f'input_{name}', order), (output, {}))]
+        return dict(given_values(fields), workflow_id=workflow_id, name=name, command=command,
+                    input_user_data_ids=[ids[0], *inputs], output_user_data_ids=ids[1:])
+    names = [(f'{name_prefix}{number}', item) for number, item in enumerate(params, start_index)]
+    jobs = [make(name, f'output_{name}', func=func, params=item, job_name=name) for name, item in names]
+    if postprocess_func:
+        outputs = [job['output_user_data_ids'][0] for job in jobs]
+        jobs.append(make('postprocess', 'postprocess_result', outputs, func=postprocess_func))
+    return create_jobs(api, jobs)
+
+
+if __name__ == 'torc':      # what is imported from the packages of Torc's client
+    for package in ('api', 'loggers', 'openapi_client', 'openapi_client.models'):
+        sys.modules[f'torc.{package}'] = type(sys)(f'torc.{package}')
+        vars(sys.modules[f'torc.{package}']).update({name: Model for name in MODELS}, DefaultApi=DefaultApi,
+                                                    **{name: globals()[name] for name in __all__})
 
 
 # ======== A. Page: what browsers get ========
