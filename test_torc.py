@@ -23213,7 +23213,7 @@ BORDERS = {
     'cmd_run_function': "what a user's function raises ends its job",
     'keep': 'the last line of a keeper: what its runner is to do must not run there',
     'fork_detached': 'the last line of a forked process: nothing of its parent may run below it',
-    'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
+    'run_detached_server': 'who waits for it hears of it',
     'main': 'a bug becomes a traceback and exit 70',
 }
 

@@ -14465,6 +14465,27 @@ def fork() -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def fork_detached(work: Callable[[], Any]) -> None:
+    """Fork a process that outlives us, in a session of its own, and is nobody's child: not ours either, though
+    we adopt orphans. OSError."""
+    adopts = adopt_orphans(False)
+    try:
+        child = fork()
+        if not child:
+            try:
+                os.setsid()
+                if os.fork() == 0:
+                    work()
+            except BaseException:       # border: the caller's own handlers and clean-up must not run here
+                log.exception('a bug in torc.py: process %d ends', os.getpid())
+            finally:
+                os._exit(0)
+        with contextlib.suppress(ChildProcessError):    # the caller ignores SIGCHLD
+            os.waitpid(child, 0)
+    finally:
+        adopt_orphans(adopts)
+
+
 def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     """Fork a server that outlives us; what it announced. Conflict if another process has the database. A fork
     without exec: nothing is compiled again, and the command line shows no secret. Callers hold no open Store.
@@ -14472,23 +14493,13 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
     if options.database != IN_MEMORY:
         prepare_database_directory(options.database)
     reader, writer = os.pipe()
-    adopts = adopt_orphans(False)       # the server is not to become our child
-    try:
-        child = fork()
-    except OSError as error:    # no room for processes, or no memory
-        os.close(reader)
-        os.close(writer)
-        raise absent(f'the server for {options.database} did not start: {error.strerror}; '
-                     'end other processes of yours, or see `ulimit -u`') from None
-    if child == 0:
-        run_detached_server(options, os.fdopen(writer, 'w'), *log_to)
-    os.close(writer)
-    try:
-        os.waitpid(child, 0)    # the first child; the server is the second, and nobody's
-    except ChildProcessError:
-        pass    # the caller ignores SIGCHLD
-    adopt_orphans(adopts)
     with os.fdopen(reader, encoding='utf-8', errors='replace') as pipe:
+        try:
+            with os.fdopen(writer, 'w') as its_end:
+                fork_detached(functools.partial(run_detached_server, options, its_end, *log_to))
+        except OSError as error:    # no room for processes, or no memory
+            raise absent(f'the server for {options.database} did not start: {error.strerror}; '
+                         'end other processes of yours, or see `ulimit -u`') from None
         wait_s = START_DEADLINE_S + Lease.WATCH_PERIODS * Lease.PERIOD_S + 1
         answered, _, _ = select.select([pipe], [], [], wait_s)
         said = pipe.read() if answered else f'no answer within {wait_s:g} s'
@@ -14502,16 +14513,16 @@ def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
 
 
 def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to: Any) -> None:
-    """In the forked child: leave the caller's session and be the server. Never returns."""
+    """In the forked process: be the server, and say to who waits for it how that began."""
     try:
-        os.setsid()
-        if os.fork() == 0:
-            leave_caller(pipe.fileno(), *log_to)
-            call_prctl(PR_SET_NAME, b'torc-server')
-            if options.is_embedded:
-                log.setLevel(logging.INFO)      # whatever the command that needed it logs
-            end = f'torc: process {os.getpid()}; to stop it: kill {os.getpid()}\n'
-            serve_database(options, lambda text: say_once(pipe, 'ready ', text, end))
+        leave_caller(pipe.fileno(), *log_to)
+        os.chdir('/')
+        os.umask(0o077)
+        call_prctl(PR_SET_NAME, b'torc-server')
+        if options.is_embedded:
+            log.setLevel(logging.INFO)      # whatever the command that needed it logs
+        end = f'torc: process {os.getpid()}; to stop it: kill {os.getpid()}\n'
+        serve_database(options, lambda text: say_once(pipe, 'ready ', text, end))
     except Conflict as error:
         if pipe.closed:     # it has served, and another process has the database now
             log.error('%s', error)
@@ -14521,11 +14532,9 @@ def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to:
     except TorcError as error:
         log.error('%s', error)
         say_once(pipe, 'refused ', error.message)
-    except BaseException as error:      # border: the caller's own handlers and clean-up must not run here
-        log.exception('a bug in torc.py: the server ends')
+    except BaseException as error:
         say_once(pipe, f'{type(error).__name__}: {error}')
-    finally:
-        os._exit(0)
+        raise
 
 
 def say_once(pipe: io.TextIOWrapper, *texts: str) -> None:
@@ -14537,16 +14546,14 @@ def say_once(pipe: io.TextIOWrapper, *texts: str) -> None:
 
 
 def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -> None:
-    """Drop everything that was inherited: signals, directory, umask, terminal, pipes, logging. Inherited
-    descriptors are pointed at /dev/null, not closed: objects of the caller's that die in this process close
-    their numbers, which might be ours by then."""
+    """Drop what was inherited: signals, terminal, pipes, logging. Inherited descriptors are pointed at
+    /dev/null, not closed: objects of the caller's that die in this process close their numbers, which might be
+    ours by then. `make_handler` gets the arguments."""
     signal.set_wakeup_fd(-1)
     for number in (*STOP_NUMBERS[1:], signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT,
                    signal.SIGXCPU, signal.SIGTSTP, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    os.chdir('/')
-    os.umask(0o077)
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir('/dev/fd'):
         if int(name) not in (keep, null):
@@ -23376,8 +23383,8 @@ def launch_worker(stem: str, order: Order) -> None:
         os.unlink(stem + '.json')
     with open(path, 'ab+') as file:
         begin, said, deadline = file.tell(), b'', time.monotonic() + START_LIMIT_S
-        work = functools.partial(supervise_worker, stem, argv, order, {'output_dir': output_dir, 'log': path})
-        fork_detached(work, -1, logging.FileHandler, path)
+        files = {'output_dir': output_dir, 'log': path}
+        fork_detached(functools.partial(supervise_worker, stem, argv, order, files))
         while b' is stored in ' not in said and time.monotonic() < deadline:    # `run` says so when it begins
             time.sleep(0.05)
             worker = read_worker(stem)      # before the log: all that it has said is there
@@ -23388,25 +23395,10 @@ def launch_worker(stem: str, order: Order) -> None:
                 raise Refused(f"the worker ended with exit code {worker['code']}: {last}")
 
 
-def fork_detached(work: Callable[[], Any], kept: int, *log_to: Any) -> None:
-    """Fork a process that leaves the caller's session and outlives it. `log_to`: see leave_caller()."""
-    if fork():
-        return
-    try:
-        umask, directory = os.umask(0o077), os.getcwd()
-        os.setsid()
-        leave_caller(kept, *log_to)
-        os.umask(umask)
-        os.chdir(directory)
-        work()
-    except BaseException:       # border: the caller's own handlers and clean-up must not run here
-        log.exception('a bug in torc.py: process %d ends', os.getpid())
-    finally:
-        os._exit(0)
-
 
 def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[str, str]) -> None:
     """Start the worker, wait for its end, remove its token."""
+    leave_caller(-1, logging.FileHandler, files['log'])
     environment = dict(os.environ, TORC_USERNAME=order['user'])
     if order['token'] or order['fingerprint']:
         environment['TORC_TOKEN_FILE'] = stem + '.token'
@@ -23637,7 +23629,8 @@ def keep_member(bundle: Any, member: Any, directory: str, known: Dict[str, List[
 class Tunnels:
     """The connections that forward a port of each host to the server, in a process of their own."""
 
-    def __init__(self, client: Client, orders: Dict[str, Order], ssh: Ssh, pipe: int) -> None:
+    def __init__(self, client: Client, orders: Dict[str, Order], ssh: Ssh, pipe: int, path: str) -> None:
+        self.path = path            # of its log
         self.client = client
         self.orders = orders        # to start, by worker
         self.ssh = ssh
@@ -23649,6 +23642,7 @@ class Tunnels:
 
     def run(self) -> None:
         """Until no worker is left."""
+        leave_caller(self.pipe, LogFile, self.path, MAX_EMBEDDED_LOG_BYTES, 2)
         call_prctl(PR_SET_NAME, b'torc-tunnels')
         self.client.reconnect()
         threads = [threading.Thread(target=self.keep, args=item) for item in self.orders.items()]
@@ -23751,7 +23745,7 @@ def start_tunnels(client: Client, orders: Dict[str, Order], ssh: Ssh) -> Dict[st
     reader, writer = os.pipe()
     path = os.path.join(state_directory(), 'tunnels.log')
     make_directory(state_directory(), 0o700)
-    fork_detached(Tunnels(client, orders, ssh, writer).run, writer, LogFile, path, MAX_EMBEDDED_LOG_BYTES, 2)
+    fork_detached(Tunnels(client, orders, ssh, writer, path).run)
     os.close(writer)
     with os.fdopen(reader, encoding='utf-8') as pipe:
         found = dict(map(parse_json, itertools.islice(pipe, len(orders))))
