@@ -11700,7 +11700,7 @@ class WordsTest(unittest.TestCase):
         usage = resource.getrusage(resource.RUSAGE_SELF)
         for status, text in ((signal.SIGSEGV | 0x80, 'killed by SIGSEGV (core dumped)'),
                              (signal.SIGSEGV, 'killed by SIGSEGV'), (3 << 8, '')):
-            process = torc.Process(1, b'mark')
+            process = torc.Process(1, b'mark', bool, time.monotonic())
             process.close(int(status), usage)
             self.assertEqual(text, torc.explain_end(process.end, None, '/no/such/file'))
 
@@ -12745,13 +12745,13 @@ class JournalTest(WorldTest):
         with warnings.catch_warnings():     # Python deprecates nothing in how it, and a time series, is written
             warnings.simplefilter('error', DeprecationWarning)
             torc.write_journal(path, [self.entry(8), self.entry(7)])
-            self.assertEqual([], torc.read_journal(path).left)
+            self.assertEqual([], torc.read_journal(path)[2])
             torc.write_journal(path, [self.entry(7, attempt_id=3, status='completed')], left)
             torc.write_series(self.world.path('series.db'), [('names', (1, 'a', None))])
         self.assertRaises(sqlite3.Error, torc.write_journal, path, [self.entry(9), self.entry([])])
         rows = ask_sqlite(path, 'SELECT job_id, run_id, status, payload FROM journaled_completions ORDER BY job_id')
         self.assertEqual([(7, 1, 5, 3), (8, 1, 6, 2)], [(*row[:3], json.loads(row[3])['result']['attempt_id']) for row in rows])
-        self.assertEqual([left], torc.read_journal(path).left)
+        self.assertEqual([left], torc.read_journal(path)[2])
         self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
         self.assertFalse(glob.glob(glob.escape(path) + '-[ws]*'), 'no shared memory')
         os.unlink(path)
@@ -12792,7 +12792,7 @@ class JournalTest(WorldTest):
             os.chmod(os.path.dirname(path), 0o500)
             self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
             self.assertEqual((jobs, ''), self.read(path), mode)
-            self.assertEqual(0.7 if mode == 'WAL' else 0.5, torc.read_journal(path).entries[0]['result']['exec_time_minutes'])
+            self.assertEqual(0.7 if mode == 'WAL' else 0.5, torc.read_journal(path)[0][0]['result']['exec_time_minutes'])
 
     def test_of_what_is_damaged_the_rows_before_the_damage_are_read_and_it_is_named(self):
         jobs, chance = list(range(1, 501)), random.Random(13)
@@ -14988,7 +14988,7 @@ class OfflineDrainTest(RunnerCase):
         """Job -> payload, of all journals."""
         found = {}      # type: Dict[int, Dict[str, Any]]
         for path in glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/offline_results_wf1_r1_*.db'):
-            found.update((entry['job_id'], entry) for entry in torc.read_journal(path).entries)
+            found.update((entry['job_id'], entry) for entry in torc.read_journal(path)[0])
         return found
 
     def ends(self) -> Dict[int, Tuple[str, int]]:
@@ -15056,7 +15056,7 @@ class OfflineDrainTest(RunnerCase):
         self.assertEqual([True], [node['is_active'] for node in self.client.rows('list_compute_nodes', workflow_id=1)])
         for words in ('entering offline-drain mode', 'Journaled completion (offline) workflow_id=1 job_id=1 run_id=1', 'Offline drain complete: 2 jobs'):
             self.assertIn(words, self.log())
-        left, = torc.read_journal(path).left
+        left, = torc.read_journal(path)[2]
         self.assertEqual((1, socket.gethostname(), os.getpid()), tuple(left[key] for key in ('compute_node_id', 'hostname', 'pid')))
         self.assertEqual({1: ('completed', 0), 2: ('failed', 3)}, self.ends())
 
@@ -23213,7 +23213,6 @@ BORDERS = {
     'cmd_run_function': "what a user's function raises ends its job",
     'keep': 'the last line of a keeper: what its runner is to do must not run there',
     'fork_detached': 'the last line of a forked process: nothing of its parent may run below it',
-    'run_detached_server': 'who waits for it hears of it',
     'main': 'a bug becomes a traceback and exit 70',
 }
 

@@ -11096,8 +11096,7 @@ def format_svg(drawing: Values, style: str = '') -> str:
 # client may know a key of ours as another name of one of its own.
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
-         'MonitorGranularity': GRANULARITIES, 'Strategy': CLAIM_STRATEGIES,
-         'GroupRole': GROUP_ROLES}
+         'MonitorGranularity': GRANULARITIES, 'Strategy': CLAIM_STRATEGIES, 'GroupRole': GROUP_ROLES}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], (list,of,just,these),
 # {map}, {map with nulls?}, @Model or enum, ?Model of which any field may be missing.
@@ -11657,9 +11656,8 @@ TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path paramet
 # Operations that are not about one workflow: their verbs decide who may. All others need access to theirs.
 OPEN_OPERATIONS = frozenset((
     'ping', 'get_version', 'get_database', 'snapshot_database', 'backup_database',
-    'list_workflows', 'list_workflow_statuses',
-    'create_workflow', 'create_workflow_from_spec', 'create_workflow_from_text',
-    'create_access_group', 'list_access_groups',
+    'list_workflows', 'list_workflow_statuses', 'create_workflow', 'create_workflow_from_spec',
+    'create_workflow_from_text', 'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
     'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth', 'make_page_key'))
 # First parameter of a path -> table of what it names; row_id: the route's resource.
@@ -14955,9 +14953,8 @@ class Connector:
         # or the database whose server, or whose file, will do
         self.database = registered['database'] if registered else own
         self.database_id = ''                   # ... and no other that is found later; '': any
-        # path of the token's file, or ''
-        self.token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
-        self.token_file = self.token_file if url and not self.credentials.password else ''
+        self.token_file = '' if not url or self.credentials.password else \
+            token_file or os.environ.get('TORC_TOKEN_FILE', '')     # path of the token's file, or ''
         is_insecure = os.environ.get('TORC_TLS_INSECURE', '').lower() in ('1', 'true')
         self.tls = tls or TlsSettings()
         self.tls = self.tls._replace(ca_file=self.tls.ca_file or os.environ.get('TORC_TLS_CA_CERT', ''),
@@ -16508,12 +16505,12 @@ class Process:
     """A started program. Held by the Launcher until nothing of it lives."""
     __slots__ = ('pid', 'mark', 'on_end', 'started_at', 'started', 'end', 'state', 'kill_at', 'killed_at')
 
-    def __init__(self, pid: int, mark: bytes, on_end: Callable[['Process'], Any] = bool) -> None:
+    def __init__(self, pid: int, mark: bytes, on_end: Callable[['Process'], Any], started: float) -> None:
         self.pid = pid              # also the number of its session and group
         self.mark = mark            # part of the environment of what it starts
         self.on_end = on_end        # called when nothing of it lives any more
         self.started_at = time.time()
-        self.started = time.monotonic()
+        self.started = started      # monotonic
         self.end: Optional[ProcessEnd] = None   # of the program itself
         # running; asked (to end); left (it has ended, but not all that it started, which was asked to end);
         # killed (all that lives of it, perhaps in vain)
@@ -16663,8 +16660,7 @@ class Launcher:
             raise ValueError('the command contains a NUL character')
         began = time.monotonic()        # what it uses before execve(2) counts, too
         pid = spawn(argv, environment, (self.devnull, *outputs))
-        process = self.running[pid] = Process(pid, mark, on_end)
-        process.started = began
+        process = self.running[pid] = Process(pid, mark, on_end, began)
         self.children[process] = None
         return process
 
@@ -17087,6 +17083,11 @@ class Partition(Row):
         return self.gpus_per_node or 0
 
     @property
+    def most_nodes(self) -> float:
+        """Nodes that one job can have; infinite where there is no limit."""
+        return self.max_nodes or math.inf
+
+    @property
     def node(self) -> Capacity:
         """What one of its nodes has."""
         return Capacity(self.cpus_per_node, self.memory_mb * MEGABYTE, self.gpus)
@@ -17488,25 +17489,22 @@ class Stage(Row):
 
 # -------- where jobs fit --------
 
-# What a job needs, what a partition gives, how both are shown, and of what.
+# What a job needs, what a partition gives (attributes of both), how both are shown, and of what.
 LIMITS = (
-    ('num_gpus', lambda needs: needs.num_gpus, lambda partition: partition.gpus, str, 'of a node'),
-    ('memory', lambda needs: needs.memory_mb, lambda partition: partition.memory_mb,
-     lambda value_mb: format_memory(value_mb * MEGABYTE), 'of a node'),
-    ('num_cpus', lambda needs: needs.num_cpus, lambda partition: partition.cpus_per_node, str, 'of a node'),
-    ('runtime', lambda needs: needs.runtime_s, lambda partition: partition.max_walltime_secs, format_walltime,
-     'of a job'),
-    ('num_nodes', lambda needs: needs.num_nodes, lambda partition: partition.max_nodes or math.inf, str,
-     'of a job'),
+    ('num_gpus',  'num_gpus',  'gpus',              str, 'of a node'),
+    ('memory',    'memory_mb', 'memory_mb',         lambda mb: format_memory(mb * MEGABYTE), 'of a node'),
+    ('num_cpus',  'num_cpus',  'cpus_per_node',     str, 'of a node'),
+    ('runtime',   'runtime_s', 'max_walltime_secs', format_walltime, 'of a job'),
+    ('num_nodes', 'num_nodes', 'most_nodes',        str, 'of a job'),
 )
 
 
 def misfit(partition: Partition, needs: ResourceClass) -> str:
     """Why a partition cannot run a job, with both numbers, or ''."""
     for field, wanted, given, shown, where in LIMITS:
-        if wanted(needs) > given(partition):
-            return (f'{field} {shown(wanted(needs))} is more than the {shown(given(partition))} {where} in '
-                    f'{partition.name}')
+        value, most = getattr(needs, wanted), getattr(partition, given)
+        if value > most:
+            return f'{field} {shown(value)} is more than the {shown(most)} {where} in {partition.name}'
     if partition.min_nodes and needs.num_nodes < partition.min_nodes:
         return (f'num_nodes {needs.num_nodes} is less than the {partition.min_nodes} of a job in '
                 f'{partition.name}')
@@ -17516,9 +17514,9 @@ def misfit(partition: Partition, needs: ResourceClass) -> str:
 def explain_misfit(partitions: Sequence[Partition], needs: ResourceClass) -> str:
     """Why no partition can run a job, with both numbers."""
     for field, wanted, given, shown, where in LIMITS:
-        most = max(map(given, partitions), default=0)
-        if wanted(needs) > most:
-            return f'{field} {shown(wanted(needs))} is more than {shown(most)}, the most {where}'
+        value, most = getattr(needs, wanted), max((getattr(row, given) for row in partitions), default=0)
+        if value > most:
+            return f'{field} {shown(value)} is more than {shown(most)}, the most {where}'
     reasons = list(dict.fromkeys(misfit(partition, needs) for partition in partitions))
     return '; '.join(reasons[:3]) + ('; ...' if len(reasons) > 3 else '')
 
@@ -17631,7 +17629,7 @@ class PlannedScheduler:
         self.stages = [stage._replace(num_allocations=self.count(stage.jobs)) for stage in self.stages]
         if options.is_single:
             nodes = job_nodes * max(stage.num_allocations for stage in self.stages)
-            self.nodes = max(job_nodes, min(nodes, partition.max_nodes or nodes))
+            self.nodes = max(job_nodes, min(nodes, partition.most_nodes))
             self.stages = [stage._replace(num_allocations=1) for stage in self.stages]
             self.is_bound = not 1 < job_nodes < self.nodes
         # The nodes of one allocation share its jobs as several allocations would.
@@ -17812,8 +17810,7 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
     """Plan schedulers and actions for a workflow file, and put them into it. Jobs stay parameterised.
     BadInput with all that is wrong, also where a job fits no partition."""
     clear_schedulers(document, options.replaces)
-    spec = read_plan(document, directory, options.max_instances, options.skip_checks,
-                     gets_schedulers=True)
+    spec = read_plan(document, directory, options.max_instances, options.skip_checks, gets_schedulers=True)
     if not spec.body['resource_requirements']:
         raise BadInput('the workflow file has no resource_requirements: allocations are planned by what jobs '
                        'need')
@@ -18881,12 +18878,6 @@ def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[st
     return sorted(filter(os.path.isfile, found)), sorted(problems)
 
 
-class JournalContent(Row):
-    """What a journal holds, as far as it is whole."""
-    entries: List[Dict[str, Any]]   # of JournaledCompletion
-    problem: str                    # what is wrong with it, in words; or ''
-    left: List[Dict[str, Any]] = []     # of RunnerLeft: the runners that have said that they leave
-
 
 def parse_payload(model: str, data: Any) -> Dict[str, Any]:
     """A JSON column of a row, which may be damaged. ValueError, BadInput."""
@@ -18895,8 +18886,9 @@ def parse_payload(model: str, data: Any) -> Dict[str, Any]:
     return check_model('', model, parse_json(data.decode('utf-8')))
 
 
-def read_journal(path: str) -> JournalContent:
-    """Read a journal without changing anything. OSError if it cannot be read now."""
+def read_journal(path: str) -> Tuple[List[Dict[str, Any]], str, List[Dict[str, Any]]]:
+    """What a journal holds, as far as it is whole: ends (JournaledCompletion), what is wrong with it, or '',
+    and the runners that have left (RunnerLeft). Nothing is changed. OSError if it cannot be read now."""
     rows, left, fault = read_copy(path)
     if fault:       # it is perhaps written meanwhile
         rows, left, fault = read_copy(path)
@@ -18910,7 +18902,7 @@ def read_journal(path: str) -> JournalContent:
         except (ValueError, BadInput) as error:
             faults.append(f'the row of job {job_id} is no completion: {error}')
     more = f', and {len(faults) - 1} more such faults' if len(faults) > 1 else ''
-    return JournalContent(entries, f'{path}: {faults[0]}{more}' if faults else '', left)
+    return entries, f'{path}: {faults[0]}{more}' if faults else '', left
 
 
 def read_copy(path: str) -> Tuple[List[Tuple[Any, Any]], List[Dict[str, Any]], str]:
@@ -20613,9 +20605,8 @@ class Dispatcher(Part):
         if timeout_s:
             attempt.limit_at = process.started + timeout_s
         self.link.report('started', [[*attempt.key, format_time(process.started_at)]], START_REPORT_S)
-        context.log.write('Job started', workflow_id=context.workflow_id, job_id=attempt.id,
-                          run_id=context.run_id, compute_node_id=context.node_id,
-                          attempt_id=attempt.attempt_id, pid=process.pid)
+        context.log.write('Job started', **context.names(attempt), compute_node_id=context.node_id,
+                          pid=process.pid)
         return True
 
     def on_start_failure(self, attempt: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
@@ -22061,8 +22052,7 @@ class Runner:
         while not (self.has_drained or self.shutdown.is_killed):
             self.turn()
             self.shutdown.look_for_cancel()
-            if link.num_answers > answers and not (
-                    self.actions.queue or link.outbox['action_results']):
+            if link.num_answers > answers and not (self.actions.queue or link.outbox['action_results']):
                 break
             self.wait()
 
@@ -22720,8 +22710,7 @@ def plan_remedies(failures: Sequence[JobUse], sharers: Dict[int, List[int]],
         corrections = correct_group(group, rules, made)
         if corrections:
             ids = sharers[needs_id] if rules.is_shared else [failure.job_id for failure in group]
-            made.changes.append(Remedy(group[0].needs, ids, corrections,
-                                       len(ids) < len(sharers[needs_id])))
+            made.changes.append(Remedy(group[0].needs, ids, corrections, len(ids) < len(sharers[needs_id])))
     made.retried.sort(key=lambda failure: failure.job_id)
     return made
 
@@ -22816,9 +22805,7 @@ class Demand(Row):
     num_left: int               # nobody has begun them
     others: List[int]           # of these not planned for, although allocations might run them
     chains: Dict[int, List[Tuple[int, int]]]    # scheduler -> its jobs that are left, and their runtimes
-    run_id: int
-    newest_scheduler_id: int
-    newest_allocation_id: int
+    stamp: Dict[str, int]       # by which the server sees, when it stores a plan, whether this is so still
 
 
 def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
@@ -22851,8 +22838,8 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
     graph = JobGraph([found['job_names'][row] for row in rows], class_numbers,
                      [found['set_numbers'][row] for row in rows], sets)
     bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
-    return Demand(graph, classes, list(places), bound_to, num_left, others, chains, found['run_id'],
-                  found['newest_scheduler_id'], found['newest_allocation_id'])
+    stamp = {name: found[name] for name in ('run_id', 'newest_scheduler_id', 'newest_allocation_id')}
+    return Demand(graph, classes, list(places), bound_to, num_left, others, chains, stamp)
 
 
 Renewal = Dict[str, Any]        # a StoredScheduler of MODELS, for its job_ids; those of a stage are its gates
@@ -28803,21 +28790,20 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, directories
     problems = [problem for _, passed_over in searched for problem in passed_over]
     for path in (path for paths, _ in searched for path in paths):
         try:
-            found = read_journal(path)
+            found, problem, gone = read_journal(path)
         except OSError as error:
             if not is_asked:
                 raise
-            found = JournalContent([], f'{path} cannot be read: {error.strerror}')
-        ours = [entry for entry in found.entries
-                if is_asked or (entry.get('torc_py') or {}).get('database_id')]
-        if len(ours) < len(found.entries):
-            others = counted(len(found.entries) - len(ours), 'completion')
+            found, problem, gone = [], f'{path} cannot be read: {error.strerror}', []
+        ours = [entry for entry in found if is_asked or (entry.get('torc_py') or {}).get('database_id')]
+        if len(ours) < len(found):
+            others = counted(len(found) - len(ours), 'completion')
             problems.append(f'{path}: {others} without the name of a database: if it is this one, `workflows '
                             'reconcile` takes them in')
-        problems += [found.problem] if found.problem else []
+        problems += [problem] if problem else []
         journals.append({'path': path, 'completions': len(ours)})
         entries += ours
-        left += found.left
+        left += gone
     bodies = [{'completions': piece} for piece in replay_pieces(entries)]   # type: List[Dict[str, Any]]
     bodies += [{'completions': [], 'left': piece} for piece in chunks(left)]    # whatever they held has ended
     answers = [session.call('replay_completions', dict(body, run_id=run_id), workflow_id=workflow_id)
@@ -29054,9 +29040,8 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any],
     demand = planned.demand
     if planned.renewals:
         actions = session.call('get_workflow_actions', workflow_id=number)
-        body = {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id,
-                'newest_allocation_id': demand.newest_allocation_id,
-                'taken': actions_to_take(demand, planned.plan, actions), 'schedulers': list(planned.renewals)}
+        body = dict(demand.stamp, taken=actions_to_take(demand, planned.plan, actions),
+                    schedulers=list(planned.renewals))
         stored = session.call('store_allocations', body, workflow_id=number)
     if options.submits:
         due = [{'action_id': action_id} for action_id in stored.get('due') or ()]
