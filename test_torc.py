@@ -11365,7 +11365,7 @@ class LauncherTest(WorldTest):
     def look(self) -> bool:
         """One turn of a loop that owns the launcher."""
         self.ended = getattr(self, 'ended', [])
-        self.launcher.kill_due()
+        self.launcher.kill([process for process in self.launcher.children if time.monotonic() >= process.kill_at])
         self.ended += self.launcher.poll()
         return True
 
@@ -13724,7 +13724,8 @@ class StepRunTest(RunnerCase):
 
     @slow
     def test_an_end_is_what_the_job_has_left_what_srun_says_and_what_sacct_says_together(self):
-        watchdogs = [row._replace(after_s=0.3) for row in torc.WATCHDOGS[:1]] + list(torc.WATCHDOGS[1:])
+        (holds, _, *rest), *others = torc.WATCHDOGS
+        watchdogs = [(holds, 0.3, *rest), *others]
         def put_back(number: int) -> None:      # the srun that is gone, too, is no fault of a job
             if any('no job can be started at present: [Errno 2] No such file' in text for text in self.progress.messages):
                 os.path.exists(self.fakes.path('srun')) or os.rename(self.fakes.path('away'), self.fakes.path('srun'))

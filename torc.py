@@ -76,6 +76,7 @@ import mimetypes
 import operator
 import os
 import pwd
+import queue
 import re
 import resource
 import secrets
@@ -13801,19 +13802,11 @@ WAKE = b'\xff'                      # on the wakeup descriptor: a request was as
 STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # ... these end the server; 0: stop()
 
 
-class Asked:
+class Asked(Row):
     """A request whose thread waits for its answer."""
-
-    def __init__(self, call: Call, identity: Identity) -> None:
-        self.call = call
-        self.identity = identity
-        self.answer = (0, None)     # type: Tuple[int, Any]  # status and value
-        self.is_answered = threading.Event()
-
-    def give(self, answer: Tuple[int, Any]) -> None:
-        """Let its thread go on."""
-        self.answer = answer
-        self.is_answered.set()
+    call: Call
+    identity: Identity
+    answer: Any         # a queue.Queue that gets status and value
 
 
 def tend(service: Service) -> bool:
@@ -13956,10 +13949,10 @@ class Server:
         """Answer nobody any more: who waits is told so, and may ask the next server."""
         with self.lock:
             self.is_over = True
-            left = [asked for asked in [*self.at_work, *self.asked] if not asked.is_answered.is_set()]
+            left, self.at_work = [*self.at_work, *self.asked], []
             self.asked.clear()
         for asked in left:
-            asked.give((503, format_error(Unreachable('the server is ending'))))
+            asked.answer.put((503, format_error(Unreachable('the server is ending'))))
         self.feeds.wake()
         self.waiters.end()
 
@@ -13974,7 +13967,7 @@ class Server:
 
     def ask(self, call: Call, identity: Identity) -> Tuple[int, Any]:
         """Have a call carried out in the next turn: status and value."""
-        asked = Asked(call, identity)
+        asked = Asked(call, identity, queue.Queue())
         with self.lock:
             if self.is_over:
                 raise Unreachable('the server is ending')
@@ -13982,8 +13975,7 @@ class Server:
             self.asked.append(asked)
         if was_empty:       # else the turn at hand looks again; a signal needs room on the wakeup socket
             self.wake()
-        asked.is_answered.wait()
-        return asked.answer
+        return asked.answer.get()
 
     def ask_patiently(self, call: Call, identity: Identity,
                       has_left: Callable[[], bool]) -> Tuple[int, Any]:
@@ -14092,7 +14084,7 @@ class Server:
         self.at_work = []
         # A backup is made behind the commit, and when all others have their answers.
         for asked, (status, value) in sorted(zip(batch, answers), key=lambda pair: callable(pair[1][1])):
-            asked.give(value() if callable(value) else (status, value))
+            asked.answer.put(value() if callable(value) else (status, value))
         with self.lock:
             self.asked.extendleft(reversed(batch[len(answers):]))
 
@@ -15219,12 +15211,10 @@ def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
     return prefix + path + ('?' + urllib.parse.urlencode(pairs) if pairs else '')
 
 
-class PendingCall:
+class PendingCall(Row):
     """An operation that was asked for; finish() waits for its answer. A selector may watch it meanwhile."""
-
-    def __init__(self, value: Any = None, connection: Optional[HttpConnection] = None) -> None:
-        self.value = value      # the answer of a direct client
-        self.connection = connection        # on which the answer is to come
+    value: Any = None       # the answer of a direct client
+    connection: Optional[HttpConnection] = None     # on which the answer is to come
 
     def fileno(self) -> int:
         """Descriptor that gets readable with the answer; -1 if the answer is here."""
@@ -15899,12 +15889,10 @@ def read_memory_limit(root: str = '') -> float:
 
 # -------- the keeper --------
 
-class Keeper:
+class Keeper(Row):
     """What a runner knows of its keeper, and has it do."""
-
-    def __init__(self, pid: int, channel: socket.socket) -> None:
-        self.pid = pid
-        self.channel = channel
+    pid: int
+    channel: socket.socket
 
     @property
     def is_gone(self) -> bool:
@@ -16678,7 +16666,7 @@ class Launcher:
         return Errand(work, self.wake)
 
     def due(self) -> float:
-        """When `kill_due` has something to do even if no SIGCHLD comes (monotonic, or infinite)."""
+        """When SIGKILL is due even if no SIGCHLD comes (monotonic, or infinite)."""
         return min((process.kill_at for process in self.children), default=math.inf)
 
     def act(self, now: float) -> None:
@@ -16778,11 +16766,6 @@ class Launcher:
             if process.state == 'running':
                 process.state = 'asked'
                 self.send(process, number)
-
-    def kill_due(self) -> List[Process]:
-        """SIGKILL for processes whose time is over; those that ran until now."""
-        now = time.monotonic()
-        return self.kill([process for process in self.children if now >= process.kill_at])
 
     def kill(self, processes: Iterable[Process]) -> List[Process]:
         """SIGKILL all that lives of processes, again and again; those that ran until now."""
@@ -18878,7 +18861,6 @@ def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[st
     return sorted(filter(os.path.isfile, found)), sorted(problems)
 
 
-
 def parse_payload(model: str, data: Any) -> Dict[str, Any]:
     """A JSON column of a row, which may be damaged. ValueError, BadInput."""
     if not isinstance(data, bytes):
@@ -19467,11 +19449,9 @@ def workflow_in_name(name: str) -> Optional[int]:
     return int(match.group(1)) if match else None
 
 
-class SteadyFile:
+class SteadyFile(Row):
     """A file as long as it was when it was opened: its job may still write to it, or empty it."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
+    file: Any
 
     def read(self, size: int) -> bytes:
         """The next bytes; zeros where there are none any more, as in GNU tar."""
@@ -20899,21 +20879,15 @@ def end_steps(directory: str, job_id: str) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-class Watchdog(Row):
-    """A reason to end a step of which nothing more is to be expected."""
-    holds: Callable[[Any], bool]    # gets the Step
-    after_s: float                  # so long it has held
-    reason: str                     # for the log
-    sign: str                       # what its end then means, as one of STEP_SIGNS
-
-
+# When a step is ended of which nothing more is to be expected: what must hold, for so long; the reason, for the
+# log; and what its end then means, as one of STEP_SIGNS.
 WATCHDOGS = (
-    Watchdog(lambda step: step.notes.return_code is not None, 20.0, 'its srun does not end', ''),
-    Watchdog(lambda step: step.is_gone, 20.0, 'nothing of it lives any more', 'stepd'),
+    (lambda step: step.notes.return_code is not None, 20.0, 'its srun does not end', ''),
+    (lambda step: step.is_gone, 20.0, 'nothing of it lives any more', 'stepd'),
     # srun waits for room, while another step ends, say: it tries again when it is told to, and otherwise
     # every minute or later (launch.c), or never, when Slurm has lost count (22.05, --no-kill).
-    Watchdog(lambda step: not step.notes.number and not step.is_queued, 60.0, 'there is still no step', ''),
-)
+    (lambda step: not step.notes.number and not step.is_queued, 60.0, 'there is still no step', ''),
+)   # type: Sequence[Tuple[Callable[[Any], bool], float, str, str]]
 
 
 class Step:
@@ -20928,7 +20902,7 @@ class Step:
         # What is to be done for it while its srun lives.
         self.early_from = 0.0               # not before that it gets srun_termination_signal
         self.kill_at = math.inf
-        self.watchdog = WATCHDOGS[-1]       # type: Optional[Watchdog]  # which of them holds, and
+        self.watchdog = WATCHDOGS[-1]       # type: Any  # which of them holds, or None, and
         self.held_at = time.monotonic()     # ... since when
         # How srun has ended.
         self.is_killed = False              # by us
@@ -20977,12 +20951,12 @@ class Step:
         is_here = self.notes.host == os.uname().nodename
         return self.notes.is_lost or is_here and not read_process_start_ticks(self.notes.pid)
 
-    def watch(self, now: float) -> Optional[Watchdog]:
-        """Why it is to be ended, if that has held for long enough."""
-        found = next((row for row in WATCHDOGS if row.holds(self)), None)
+    def watch(self, now: float) -> Any:
+        """Reason and sign of a watchdog that has held for long enough; None if there is none."""
+        found = next((row for row in WATCHDOGS if row[0](self)), None)
         if found is not self.watchdog:
             self.watchdog, self.held_at = found, now
-        return found if found and now >= self.held_at + found.after_s else None
+        return found[2:] if found and now >= self.held_at + found[1] else None
 
 
 class SlurmStarter(Part):
@@ -21073,9 +21047,8 @@ class SlurmStarter(Part):
                     early.append(attempt)
             given_up = step.watch(now) if now >= self.look_at else None
             if given_up:
-                self.context.log.write(f'Step is given up: {given_up.reason}', 'warning',
-                                       **self.context.names(attempt))
-                step.sign = given_up.sign
+                reason, step.sign = given_up
+                self.context.log.write(f'Step is given up: {reason}', 'warning', **self.context.names(attempt))
             if given_up or now >= step.kill_at:
                 killed.append(attempt)
         self.look_at = self.look_at if now < self.look_at else now + WATCH_S
@@ -21716,7 +21689,8 @@ class Shutdown(Part):
             self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
         if now >= self.context.last_at and not self.is_killed:
             self.kill_all()
-        self.log_killed(self.launcher.kill_due())
+        overdue = [process for process in self.launcher.children if now >= process.kill_at]
+        self.log_killed(self.launcher.kill(overdue))
         for process in self.launcher.unkillable:    # it keeps its slot
             attempt = self.attempts.find(process)
             name = attempt.name if attempt else 'a script'
@@ -23380,7 +23354,6 @@ def launch_worker(stem: str, order: Order) -> None:
             if worker.get('code') and b' is stored in ' not in said:
                 last = '\n'.join(said.decode('utf-8', 'replace').splitlines()[-5:])
                 raise Refused(f"the worker ended with exit code {worker['code']}: {last}")
-
 
 
 def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[str, str]) -> None:
