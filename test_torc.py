@@ -13805,7 +13805,7 @@ class StepWatchTest(PartTest):
                 step = torc.Step(self.world.path('x'), math.inf, is_queued)
                 step.notes = torc.parse_step_notes(notes)
                 found = [(at, row) for at, row in ((at, step.watch(clock.now + at)) for at in range(10, 600, 10)) if row]
-                self.assertEqual([(after_s, sign)] if after_s else [], [(at, row.sign) for at, row in found[:1]])
+                self.assertEqual([(after_s, sign)] if after_s else [], [(at, row[1]) for at, row in found[:1]])
 
     def test_the_mode_and_the_surroundings_choose_whether_jobs_are_steps(self):
         self.world.fake_slurm()

@@ -14456,9 +14456,8 @@ def fork() -> int:
 
 
 def fork_detached(work: Callable[[], Any]) -> None:
-    """Fork a process that outlives us, in a session of its own, and is nobody's child: not ours either, though
-    we adopt orphans. OSError."""
-    adopts = adopt_orphans(False)
+    """Fork a process of a session of its own, that outlives us and is nobody's child. OSError."""
+    adopts = adopt_orphans(False)       # it is not to become ours
     try:
         child = fork()
         if not child:
@@ -15211,10 +15210,12 @@ def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
     return prefix + path + ('?' + urllib.parse.urlencode(pairs) if pairs else '')
 
 
-class PendingCall(Row):
+class PendingCall:
     """An operation that was asked for; finish() waits for its answer. A selector may watch it meanwhile."""
-    value: Any = None       # the answer of a direct client
-    connection: Optional[HttpConnection] = None     # on which the answer is to come
+
+    def __init__(self, value: Any = None, connection: Optional[HttpConnection] = None) -> None:
+        self.value = value      # the answer of a direct client
+        self.connection = connection        # on which the answer is to come
 
     def fileno(self) -> int:
         """Descriptor that gets readable with the answer; -1 if the answer is here."""
@@ -20363,9 +20364,8 @@ class Completions(Part):
             self.report(attempt)
 
     def cut_output(self, attempt: Attempt) -> None:
-        """Cut what a job printed where it goes beyond --max-output-bytes. Jobs write at the end of their
-        files. RLIMIT_FSIZE would end the job (SIGXFSZ), and would also limit what it writes elsewhere
-        (getrlimit(2))."""
+        """Cut what a job printed where it goes beyond --max-output-bytes; jobs append. RLIMIT_FSIZE would end
+        the job (SIGXFSZ), and would also limit what it writes elsewhere (getrlimit(2))."""
         files = {attempt.stderr: 'stderr', attempt.stdout: 'stdout'}
         for path, name in files.items() if self.most_bytes is not None else ():
             with contextlib.suppress(OSError, TypeError):       # it is gone, or its disk; or there is none
@@ -21307,8 +21307,7 @@ class Accounting(Part):
             self.call('sstat', which, SSTAT_FORMAT, functools.partial(self.on_samples, asked))
 
     def on_samples(self, asked: Dict[str, Attempt], reply: Reply) -> None:
-        """Take samples in; all count for the same moment. What goes wrong is passed over: mostly a step has
-        just ended."""
+        """Take in samples of one moment. What goes wrong is passed over: mostly a step has just ended."""
         now, at, settings = time.monotonic(), int(time.time()), self.monitor.settings
         self.sample_at = now + settings.interval_s
         for number, (cpu_s, memory_bytes) in read_step_samples(reply.out, set(asked)).items():
@@ -22106,8 +22105,7 @@ def prepare_allocation(client: Any, context: NodeContext) -> None:
 
 
 def finish_allocation(runner: Runner, client: Any) -> None:
-    """What is to be done when a runner in a Slurm job has left the workflow, until a signal comes or its time
-    is over."""
+    """What a runner in a Slurm job does when it has left the workflow, until a signal, or its time is over."""
     context, left_s = runner.context, runner.context.end - time.monotonic()
     is_stopped = runner.shutdown.interrupted_by is not None
     limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
@@ -22201,9 +22199,8 @@ class SlurmEnd(Row):
 
 
 def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: str = '') -> AllocationsSeen:
-    """Which allocations are alive, which are gone, and which are neither for certain. `reply` is that to
-    own_jobs_argv(SEEN_FORMAT): all jobs of the user, so that what it lacks is not in the queue of this
-    `cluster` ('': not known)."""
+    """Which allocations are alive, gone, or neither for certain. `reply`: that to own_jobs_argv(SEEN_FORMAT),
+    all jobs of the user, so that what it lacks is not in the queue of this `cluster` ('': not known)."""
     seen = AllocationsSeen()
     listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
     for row in rows:
@@ -22434,9 +22431,8 @@ def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str,
 
 
 def find_memory_violation(use: JobUse) -> str:
-    """Why a job seems to have needed more memory, in Torc's word; '' if it does not. Where the kernel or
-    Slurm kills for memory, nothing may have been measured: SIGKILL well before the end of the runtime counts
-    as well."""
+    """Why a job seems to have needed more memory, in Torc's word, or ''. Where the kernel or Slurm kills for
+    memory, nothing may have been measured: SIGKILL well before the end of the runtime counts, too."""
     limit, runtime_s = limit_of('memory', use.needs), limit_of('runtime', use.needs)
     if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
         return 'memory_exceeded'
