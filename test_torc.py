@@ -2503,7 +2503,7 @@ class ExecutionPlanTest(unittest.TestCase):
         names = [f'job_{number}' for number in range(2 * many)]
         start, barrier = frozenset(), frozenset(range(many))
         chain = [start] + [frozenset((number - 1, number // 2)) for number in range(1, 2 * many)]
-        gates = torc.PlannedAllocation('on_jobs_ready', range(many), {'scheduler': 's'})
+        gates = ('on_jobs_ready', range(many), {'scheduler': 's'})
         for needs, count in (([start] * many + [barrier] * many, 2), (chain, 2 * many)):
             started = time.process_time()
             plan = torc.execution_plan(names, needs, [gates])

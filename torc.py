@@ -799,6 +799,14 @@ def first_of(words: Sequence[Any], most: int = 10) -> str:
     return ', '.join(map(str, words[:most])) + more
 
 
+def grouped(pairs: Iterable[Tuple[Any, Any]]) -> Dict[Any, List[Any]]:
+    """Pairs of a key and a value -> the values of each key, in order; [] of any other."""
+    groups = collections.defaultdict(list)
+    for key, value in pairs:
+        groups[key].append(value)
+    return groups
+
+
 def find_cycles(nodes: Iterable[Any], waits_for: Callable[[Any], Iterable[Any]],
                 most: int = 1) -> List[List[Any]]:
     """Up to `most` cycles of a graph: each as its nodes, the first waiting for the second. Of entangled ones,
@@ -4017,13 +4025,9 @@ def input_keys(job: PlannedJob) -> List[Tuple[str, int]]:
 
 def find_producers(jobs: Sequence[PlannedJob]) -> Dict[Tuple[str, int], List[int]]:
     """('file' or 'user_data', index) -> jobs that write it."""
-    producers = collections.defaultdict(list)
-    for index, job in enumerate(jobs):
-        for file in job.output_files:
-            producers['file', file].append(index)
-        for data in job.output_user_data:
-            producers['user_data', data].append(index)
-    return dict(producers)
+    files = ((('file', file), index) for index, job in enumerate(jobs) for file in job.output_files)
+    data = ((('user_data', item), index) for index, job in enumerate(jobs) for item in job.output_user_data)
+    return dict(grouped(itertools.chain(files, data)))
 
 
 def check_fit(planner: Planner, skip_checks: bool) -> None:
@@ -4189,11 +4193,8 @@ def plan_monitor(monitor: Optional[Block]) -> Dict[str, Any]:
 
 def plan_rules(handler: Block) -> str:
     """Rules of a failure handler as JSON text."""
-    rules = []
-    for rule in handler.get('rules', ()):
-        given = {name: rule[name] for name in FIELDS_OF['rule'] if rule.get(name)}
-        rules.append({**given, 'max_retries': rule.value('max_retries')})
-    return format_json(rules)
+    return format_json([{**{name: rule[name] for name in FIELDS_OF['rule'] if rule.get(name)},
+                         'max_retries': rule.value('max_retries')} for rule in handler.get('rules', ())])
 
 
 def plan_workflow(planner: Planner, workflow: Block) -> Dict[str, Any]:
@@ -4355,21 +4356,13 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 # -------- execution plan --------
 
 
-class PlannedAllocation(Row):
-    """A schedule_nodes action, as the execution plan sees it."""
-    trigger_type: str
-    jobs: Optional[Sequence[int]]   # that on_jobs_ready waits for, all of them
-    shown: Dict[str, Any]           # scheduler, scheduler_type, num_allocations
-
-
 def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
-                   allocations: Sequence[PlannedAllocation]) -> Dict[str, Any]:
+                   allocations: Sequence[Tuple[str, Any, Dict[str, Any]]]) -> Dict[str, Any]:
     """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
-    Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is
-    ready."""
-    shared = {}     # a frozenset that many jobs share is hashed once
-    for index, members in enumerate(prerequisites):
-        shared.setdefault(frozenset(members), []).append(index)
+    Jobs of a cycle never become ready and are in no event. An action that makes `allocations` (its trigger,
+    the trigger's jobs, what is shown of it) fires when the last of its jobs is ready."""
+    # A frozenset that many jobs share is hashed once.
+    shared = grouped((frozenset(members), index) for index, members in enumerate(prerequisites))
     groups = order_groups([(sorted(members), indexes) for members, indexes in shared.items()])
     ids = name_events([members for members, _ in groups], job_names)
     event_of = {index: event for event, (_, indexes) in enumerate(groups) for index in indexes}
@@ -4380,13 +4373,13 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
         events.append(make_event(ids[event], finished, ready, [ids[number] for number in before]))
         for number in before:
             events[number]['unlocks_events'].append(ids[event])
-    for allocation in allocations:
-        starts = groups[0][1] if groups and allocation.trigger_type == 'on_workflow_start' else ()
-        gates = allocation.jobs if allocation.trigger_type == 'on_jobs_ready' else starts
+    for trigger, jobs, shown in allocations:
+        starts = groups[0][1] if groups and trigger == 'on_workflow_start' else ()
+        gates = jobs if trigger == 'on_jobs_ready' else starts
         if gates and event_of.keys() >= set(gates):
             fires = max(map(event_of.get, gates))
             ready = [job_names[index] for index in sorted(gates) if event_of[index] == fires]
-            events[fires]['scheduler_allocations'].append(dict(allocation.shown, job_names=ready))
+            events[fires]['scheduler_allocations'].append(dict(shown, job_names=ready))
     return {'total_events': len(events), 'total_jobs': len(job_names),
             'root_events': [event['id'] for event in events if not event['depends_on_events']],
             'leaf_events': [event['id'] for event in events if not event['unlocks_events']], 'events': events}
@@ -4407,10 +4400,8 @@ def order_groups(groups: List[Tuple[List[int], List[int]]]) -> List[Tuple[List[i
     """Groups (prerequisites, jobs that wait for just these) in the order of becoming ready, breadth first.
     Those that never become ready are left out."""
     missing = [len(members) for members, _ in groups]
-    waiting = {}    # job -> numbers of the groups that wait for it
-    for number, (members, _) in enumerate(groups):
-        for index in members:
-            waiting.setdefault(index, []).append(number)
+    # Job -> numbers of the groups that wait for it.
+    waiting = grouped((index, number) for number, (members, _) in enumerate(groups) for index in members)
     order = [number for number, count in enumerate(missing) if not count]
     for number in order:    # grows while it is walked
         for index in groups[number][1]:
@@ -6021,10 +6012,8 @@ def get_dependency_graph(context: Context, workflow_id: int) -> Values:
     several jobs wait for is given once: spelled out, 1,000 jobs before 1,000 have 10^6 edges."""
     rows = context.rows('SELECT id, name, explicit_set_id FROM job WHERE workflow_id = ? ORDER BY id',
                         (workflow_id,))
-    members = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
-    for set_id, job_id in context.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
-                                       '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)):
-        members[set_id].append(job_id)
+    members = grouped(context.rows('SELECT dep_set_id, job_id FROM dep_member WHERE dep_set_id IN '
+                                   '(SELECT id FROM dep_set WHERE workflow_id = ?)', (workflow_id,)))
     implied = implied_prerequisites(context, workflow_id)
     numbers = {}  # type: Dict[Tuple[Optional[int], frozenset], int]
     set_numbers = [numbers.setdefault((explicit_set, frozenset(implied.get(job_id, ()))), len(numbers))
@@ -6041,9 +6030,8 @@ def rebuild_dependencies(context: Context, workflow_id: int) -> None:
     implied = implied_prerequisites(context, workflow_id)
     query = 'SELECT id, explicit_set_id FROM job WHERE explicit_set_id IS NOT NULL AND id IN'
     explicit = dict(rows_by_ids(context, query, list(implied)))
-    consumers = collections.defaultdict(list)  # type: Dict[Tuple[Optional[int], frozenset], List[int]]
-    for consumer, producers in implied.items():
-        consumers[explicit.get(consumer), frozenset(producers)].append(consumer)
+    consumers = grouped(((explicit.get(consumer), frozenset(producers)), consumer)
+                        for consumer, producers in implied.items())
     for (explicit_set, producers), job_ids in consumers.items():
         set_id = find_set(context, workflow_id, producers.union(set_members(context, explicit_set)))
         context.run_many('UPDATE job SET dep_set_id = ? WHERE id = ?',
@@ -6075,9 +6063,7 @@ def refuse_cycles(context: Context, workflow_id: int) -> None:
     query = ('FROM dep_set CROSS JOIN dep_member ON dep_member.dep_set_id = dep_set.id '
              'CROSS JOIN job ON job.id = dep_member.job_id WHERE dep_set.workflow_id = ? '
              'AND job.dep_set_id IS NOT NULL')
-    waits_for = collections.defaultdict(list)  # type: Dict[int, List[int]]
-    for set_id, needed in context.rows(f'SELECT DISTINCT dep_set.id, job.dep_set_id {query}', (workflow_id,)):
-        waits_for[set_id].append(needed)
+    waits_for = grouped(context.rows(f'SELECT DISTINCT dep_set.id, job.dep_set_id {query}', (workflow_id,)))
     for cycle in find_cycles(list(waits_for), lambda set_id: waits_for.get(set_id, ()), 1):
         pairs = zip(cycle, cycle[1:] + cycle[:1])
         names = [context.value(f'SELECT min(job.name) {query} AND dep_set.id = ? AND job.dep_set_id = ?',
@@ -6671,10 +6657,9 @@ class PlanMerge:
 
     def merge_actions(self) -> None:
         """The actions. They have no names: one that differs is another one."""
-        stored = collections.defaultdict(list)      # type: Dict[Tuple, List[Values]]
         where = 'WHERE workflow_id = ? AND is_declared = 1 ORDER BY id'
-        for action in action_rows(self.context, where, (self.workflow_id,)):
-            stored[action_key(action)].append(action)
+        stored = grouped((action_key(action), action)
+                         for action in action_rows(self.context, where, (self.workflow_id,)))
         for action in map(self.plan_action, self.body['actions']):
             if stored[action_key(action)]:
                 stored[action_key(action)].pop(0)
@@ -7818,10 +7803,8 @@ def offer_of(want: Values) -> Offer:
 
 def group_lacks(kinds: Iterable[Kind], want: Values) -> Dict[str, List[int]]:
     """Ids of job classes by what they need and a claimer will never offer, in words; '': nothing."""
-    offer, groups = offer_of(want), collections.defaultdict(list)   # type: Any, Dict[str, List[int]]
-    for kind in kinds:
-        groups['; '.join(map(format_lack, find_lacks(kind, offer)))].append(kind.id)
-    return groups
+    offer = offer_of(want)
+    return grouped(('; '.join(map(format_lack, find_lacks(kind, offer))), kind.id) for kind in kinds)
 
 
 def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str:
@@ -8536,13 +8519,10 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
 
 # -------- tasks --------
 
-class Accepted(dict):
-    """The answer to what Torc's server does after its answer (HTTP 202), and ours before: a TaskModel."""
-
-
 def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: bool = False,
                         clear_ephemeral_user_data: bool = True, **more: bool) -> Values:
-    """Initialize a workflow; with `async` (a keyword of Python) how that ended is recorded as a task."""
+    """Initialize a workflow; with `async` (a keyword of Python) how that ended is recorded as a task, which is
+    the answer. Torc's server does it after its answer, ours before."""
     request = {'only_uninitialized': only_uninitialized,
                'clear_ephemeral_user_data': clear_ephemeral_user_data}
     if not more.get('async'):
@@ -8561,7 +8541,7 @@ def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: 
     record_event(context, workflow_id, dict(
         task, category='tasks', event_type='task_completed', task_id=task_id, user=context.caller,
         message=f"Task {task_id} (initialize_jobs) {task['status']}"), 'error' if error else 'info')
-    return Accepted(get_row(context, 'task', task_id))
+    return get_row(context, 'task', task_id)
 
 
 def get_active_task_for_workflow(context: Context, workflow_id: int) -> Values:
@@ -9169,11 +9149,9 @@ def describe_claims(context: Context, run_id: int, chosen: Placement) -> Values:
     rows = {row[0]: row for row in rows_by_ids(
         context, 'SELECT id, name, command, invocation_script, env, attempt_id, kind_id, failure_handler_id '
         'FROM job WHERE id IN', list(chosen))}
-    outputs = collections.defaultdict(list)  # type: Dict[int, List[List[Any]]]
-    for job_id, file_id, path in rows_by_ids(
-            context, 'SELECT job_id, id, path FROM job_output_file CROSS JOIN file ON id = file_id '
-            'WHERE job_id IN', list(chosen)):
-        outputs[job_id].append([file_id, path])
+    outputs = grouped((row[0], row[1:]) for row in rows_by_ids(
+        context, 'SELECT job_id, id, path FROM job_output_file CROSS JOIN file ON id = file_id '
+        'WHERE job_id IN', list(chosen)))
     classes = list(dict.fromkeys(rows[job_id][6] for job_id in chosen))
     needs = {row[0]: dict(zip(CLASS_NEEDS, row[1:]), is_implicit=bool(row[-1])) for row in rows_by_ids(
         context, f"SELECT kind.id, needs.{', needs.'.join(CLASS_NEEDS.values())} FROM job_kind kind "
@@ -9314,9 +9292,7 @@ def describe_runners(context: Context, workflow_id: int) -> List[Values]:
 
 def describe_allocations(context: Context, workflow_id: int, runners: Sequence[Values]) -> List[Values]:
     """The pending and active allocations, with the Slurm job, the scheduler, and the runners in it."""
-    members = collections.defaultdict(list)     # type: Dict[Any, List[Values]]
-    for runner in runners:
-        members[runner['slurm_job_id']].append(runner)
+    members = grouped((runner['slurm_job_id'], runner) for runner in runners)
     schedulers, found = describe_schedulers(context, workflow_id), []
     for allocation_id, slurm_job_id, status, config_id, settings in context.rows(
             'SELECT id, scheduler_id, status, scheduler_config_id, submission FROM scheduled_compute_node '
@@ -10346,9 +10322,7 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
 
 def reclass_jobs(context: Context, workflow_id: int, job_ids: Ids, **changes: Optional[int]) -> None:
     """Move jobs to classes that are like their own, but for resource_requirements_id or scheduler_id."""
-    members = collections.defaultdict(list)     # type: Dict[int, List[int]]
-    for job_id, kind_id in rows_by_ids(context, 'SELECT id, kind_id FROM job WHERE id IN', job_ids):
-        members[kind_id].append(job_id)
+    members = grouped(rows_by_ids(context, 'SELECT kind_id, id FROM job WHERE id IN', job_ids))
     for kind_id, moved in members.items():
         kind = dict(get_row(context, 'job_kind', kind_id), **changes)
         parts = (kind['resource_requirements_id'], kind['priority'], kind.get('scheduler_id'),
@@ -11860,7 +11834,7 @@ def answer_call(service: Service, call: Call, caller: str = '', is_owner: bool =
         context = service.context(caller, is_owner)
         context.is_admin = is_owner or is_system_admin(context, caller)
         answer = carry_out(context, call)
-        return 202 if isinstance(answer, Accepted) else 200, answer
+        return 202 if call.arguments.get('async') else 200, answer
     except sqlite3.Error as error:
         return 503, format_error(explain_database_error(error, service.store.path))
     except Exception as error:  # border: one request; a bug must not take the others with it
@@ -24883,9 +24857,8 @@ def format_links(drawing: Dict[str, Any], _: Style = PLAIN, is_dot: bool = False
 
 def format_graph(drawing: Dict[str, Any], style: Style = PLAIN) -> str:
     """A graph as text: a line for each node, with its layer, how its jobs are, and where its arrows lead."""
-    after = collections.defaultdict(list)       # type: Dict[int, List[str]]
-    for one, other, count in drawing['edges']:
-        after[one].append(drawing['nodes'][other]['name'] + (f' x{count:,}' if count > 1 else ''))
+    after = grouped((one, drawing['nodes'][other]['name'] + (f' x{count:,}' if count > 1 else ''))
+                    for one, other, count in drawing['edges'])
     nodes = sorted(enumerate(drawing['nodes']), key=lambda pair: pair[1]['layer'])
     lines, last, layers = [drawing['title'], ''], None, itertools.count(1)
     for number, node in nodes:
@@ -27210,12 +27183,12 @@ def cmd_execution_plan(session: Session, args: Arguments) -> Answer:
 
 
 def planned_allocation(action: Dict[str, Any], starts: Optional[Sequence[int]],
-                       scheduler: Optional[str]) -> PlannedAllocation:
+                       scheduler: Optional[str]) -> Tuple[str, Optional[Sequence[int]], Dict[str, Any]]:
     """What an execution plan tells of a schedule_nodes action."""
     config = action['action_config']
-    return PlannedAllocation(action['trigger_type'], starts, {
+    return action['trigger_type'], starts, {
         'scheduler': scheduler, 'scheduler_type': config.get('scheduler_type', 'slurm'),
-        'num_allocations': config.get('num_allocations', 1)})
+        'num_allocations': config.get('num_allocations', 1)}
 
 
 def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
@@ -27305,9 +27278,7 @@ def format_applied(answer: Dict[str, Any], name: str, is_dry_run: bool) -> str:
     lines = [f"Workflow {answer['workflow_id']} ({name}) and its file {verdict}"]
     lines += format_groups([(f"jobs {row['change']}" + ' with their results' * (row['change'] == 'removed'),
                              row['names']) for row in changes])
-    reasons = collections.defaultdict(list)     # type: Dict[str, List[str]]
-    for job in to_run:
-        reasons[job['reason']].append(job['job_name'])
+    reasons = grouped((job['reason'], job['job_name']) for job in to_run)
     would = 'would run' if is_dry_run else 'to run'
     lines.append(f"{len(to_run)} of {counted(answer['job_count'], 'job')} {would}" + (':' if to_run else ''))
     lines += format_groups(list(reasons.items()))
@@ -27747,9 +27718,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
 
 def keep_names(planned: Sequence[PlannedJob], jobs: Sequence[Dict[str, Any]]) -> List[PlannedJob]:
     """Commands with the names that they had before an edit of their list; new ones get new numbers."""
-    known = collections.defaultdict(list)       # type: Dict[str, List[str]]
-    for job in jobs:
-        known[job['command']].append(job['name'])
+    known = grouped((job['command'], job['name']) for job in jobs)
     numbers = itertools.count(1 + max((int(job['name'][3:]) for job in jobs
                                        if re.match('job[0-9]{1,9}$', job['name'])), default=0))
     return [job if not re.match('job[0-9]+$', job.name) else job._replace(
@@ -28340,9 +28309,8 @@ def describe_failed(reader: LogReader, attempt: Dict[str, Any]) -> Dict[str, Any
 
 def sum_uses(uses: Sequence[JobUse]) -> List[Dict[str, Any]]:
     """What jobs with the same requirements asked for, and used at most, in the units of MEASURES."""
-    found = collections.defaultdict(list)       # type: Dict[Tuple[int, str], List[Comparison]]
-    for item in itertools.chain.from_iterable(map(compare_use, uses)):
-        found[item.use.needs['id'], item.resource].append(item)
+    found = grouped(((item.use.needs['id'], item.resource), item)
+                    for item in itertools.chain.from_iterable(map(compare_use, uses)))
     return [{'requirements': items[0].use.needs['name'], 'resource': resource, 'jobs': len(items),
              'asked': items[0].limit, 'used': max(item.used for item in items)}
             for (_, resource), items in found.items()]
@@ -29390,9 +29358,7 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
     partitions = []     # type: Sequence[Partition]  # where new allocations may be
     if is_slurm and any(increase([failure], multipliers) for failure in found.failures):
         partitions = chosen_partitions(find_profile(args['profile'], read_config()), args['partition'])
-    sharers = collections.defaultdict(list)     # type: Dict[int, List[int]]
-    for job in found.jobs:
-        sharers[job.get('resource_requirements_id') or 0].append(job['id'])
+    sharers = grouped((job.get('resource_requirements_id') or 0, job['id']) for job in found.jobs)
     remedies = plan_remedies(found.failures, sharers, RemedyRules(
         multipliers, retried, args['is_shared'],
         functools.partial(find_ceiling, partitions, args['walltime'], plan_times(found.workflow)['end_s']),
@@ -30210,9 +30176,8 @@ def cmd_remote_status(session: Session, args: Arguments) -> Answer:
     """How the workers are, and which jobs are where nobody answers."""
     hosts = hosts_of(session, args)
     hosts.ask('status')
-    jobs = collections.defaultdict(list)    # type: Dict[str, List[str]]  # by host
-    for job in session.items('get_running_jobs', workflow_id=hosts.workflow_id):
-        jobs[job['compute_node_name']].append(job['job_name'])
+    jobs = grouped((job['compute_node_name'], job['job_name'])      # by host
+                   for job in session.items('get_running_jobs', workflow_id=hosts.workflow_id))
     seen = {answer['hostname'] for answer in hosts.good().values() if answer['state'] == 'running'}
     for answer in hosts.good().values():
         answer['num_jobs'] = len(jobs[answer['hostname']])
