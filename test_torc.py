@@ -2217,7 +2217,7 @@ BAD_SPECS = (
          "job 'j{i:03d}': parameter 'i' '5:1' has no values: the step leads away from the end"),
         ('jobs: [{name: "j{i:03d}", command: c, parameters: {i: [x]}}]', "job 'j{i:03d}': parameter 'i' in name: format '03d' does not suit the text x"),
         ('{parameters: {seed: "1:2"}, jobs: [{name: "j{seed}", command: c, use_parameters: [sed]}]}',
-         "job 'j{seed}': use_parameters names 'sed', which is no parameter of the workflow, did you mean 'seed'?"),
+         "job 'j{seed}': use_parameters names 'sed', no parameter of the workflow, did you mean 'seed'?"),
     )),
 )
 

@@ -105,8 +105,7 @@ if __name__ == '__main__':
 
 
 class LateModule:
-    """A module of the standard library that few commands need: imported at its first use, for all cost 8 ms
-    at each start."""
+    """A module that few commands need, imported at its first use: all of them cost 8 ms at each start."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -386,9 +385,8 @@ COMMAND_NOT_FOUND = 127             # POSIX shell
 
 # ======== 2. Errors: what a user or caller can cause or cure ========
 #
-# One root and six kinds, distinguished by what the caller does next. A TorcError is printed as its message,
-# never as a traceback; everything else that is raised is a bug. A message says what is wrong, with value and
-# position, then the cure.
+# One root and six kinds, by what the caller does next. A TorcError is printed as its message, never as a
+# traceback; all else is a bug. A message says what is wrong, with value and place, and the cure.
 
 
 class TorcError(Exception):
@@ -474,8 +472,7 @@ def absent(message: str) -> Unreachable:
 # ======== 3. Plain tools: text <-> value pairs, files, other programs ========
 #
 # Small functions that know nothing of workflows. parse_X and format_X are inverse to each other where both
-# exist. Their errors are ValueErrors with a message that names the value and the form that is wanted; callers
-# add the position.
+# exist. Their errors are ValueErrors that name the value and the form that is wanted; callers add the place.
 #
 # Memory, durations and walltimes are read as people write them (8GB, 30m, 1:00:00), and stored and sent in
 # Torc's forms, to which normalize_X brings them at the edge.
@@ -518,8 +515,7 @@ PLAIN_NUMBER = Expression(r'-?[0-9]*\.?[0-9]+\Z')
 WALLTIME_TEXT = Expression(r'(?:([0-9]{1,18})-)?([0-9]{1,18})(?::([0-9]{1,18}))?(?::([0-9]{1,18}))?\Z')
 TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?'
                        r'(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
-# C0 but for tab and newline, C1, line separators, bidi controls (UAX 9, "Trojan Source"), halves of surrogate
-# pairs.
+# C0 but for tab and newline, C1, line separators, bidi controls (UAX 9, "Trojan Source"), lone surrogates.
 UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e'
                          '\u2066-\u2069\ud800-\udfff]')
 UNSTORABLE = Expression('[\x00\ud800-\udfff]')      # neither a process, nor UTF-8, nor SQLite can take these
@@ -683,8 +679,7 @@ def parse_time(text: str) -> float:
     """RFC 3339 time -> seconds since the epoch. Without a zone it is local time."""
     match = TIME_TEXT.match(text.strip())
     if not match:
-        raise ValueError(f'{text!r} is not a time: write it as 2026-11-21T18:30:00Z or with an offset such '
-                         'as +01:00')
+        raise ValueError(f'{text!r} is not a time: write 2026-11-21T18:30:00Z, or with an offset as +01:00')
     *fields, fraction, zone = match.groups()
     try:        # time.strptime takes ten times as long
         value, offset_s = datetime.datetime(*map(int, fields)), 0
@@ -929,9 +924,8 @@ def refuse_special_file(path: str) -> None:
 
 
 def write_atomically(path: str, data: bytes, mode: Optional[int] = 0o600, is_new: bool = False) -> None:
-    """Put a file in place as a whole: readers see the old content or the new, never a part. With `is_new`
-    FileExistsError if there is one: exactly one of several callers succeeds, over NFS too. Without `mode` the
-    umask decides who may read it."""
+    """Put a file in place as a whole: readers see the old content or the new. With `is_new` FileExistsError
+    if there is one: one of several callers succeeds, over NFS too. Without `mode` that of the umask."""
     if not is_new:
         refuse_special_file(path)
     temporary = os.path.join(os.path.dirname(path), f'.{os.path.basename(path)}.{secrets.token_hex(4)}')
@@ -989,8 +983,7 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def make_directory(path: str, mode: int = 0o755) -> None:
-    """Make a directory, with its parents, to which nobody else may write, whatever the umask; an existing one
-    is left as it is. OSError."""
+    """Make a directory, with its parents, to which no others may write; an existing one is left. OSError."""
     if os.path.isdir(path):
         return
     parent, name = os.path.split(os.path.abspath(path))
@@ -1158,8 +1151,7 @@ def is_deleted(path: str) -> bool:
 #
 # Readers of YAML 1.2, JSON, JSON5 and KDL 2 (TOML through the standard library), written from the format
 # specifications, one section each. All follow one rule: a text gives exactly the value that its specification
-# says, or one BadInput with line, column, the line itself and the cure. What a reader does not know it
-# refuses.
+# says, or, also for what a reader does not know, one BadInput with line, column, source line and the cure.
 #
 # Expressions that take a whole simple line at once carry the speed; everything else may be slow but is never
 # worse than linear. Values are dict, list, str, int, float, bool, None. A number whose source text says more
@@ -1189,8 +1181,7 @@ class Float(float):
 def parse_number(kind: type, text: str, *base: int) -> Any:
     """An Int or Float with its source text; a plain number where that is what repr() says."""
     if len(text) > MAX_NUMBER_CHARACTERS:
-        raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is meant '
-                         'as text')
+        raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is text')
     value = kind.__base__(text, *base)
     if repr(value) == text:
         return value
@@ -1500,8 +1491,7 @@ class YamlText(TextReader):
             return LINE_FOLD.sub(fold_break, text) if '\n' in text else text
         if '\\' not in text and '\n' not in text:
             return text
-        # Escapes and folded lines in one pass: what an escape makes (a line break, say) must not be folded
-        # again.
+        # Escapes and folded lines in one pass: what an escape makes (a line break, say) must not be folded.
         return YAML_ESCAPE.sub(lambda match: self.unescape(at + 1, match), text)
 
     def unescape(self, start: int, match: 're.Match') -> str:
@@ -1633,8 +1623,7 @@ class YamlReader(YamlText):
             if self.column != column:
                 break
         if self.column > column:
-            self.fail(at, 'wrong indentation: this line is indented more than the key that it should line up '
-                          'with')
+            self.fail(at, 'wrong indentation: this line is indented more than the key that it follows')
         self.depth -= 1
         self.merge(mapping, merged)
         return mapping
@@ -1677,9 +1666,8 @@ class YamlReader(YamlText):
     # -------- any value --------
 
     def read_value(self, at: int, parent: int, compact: int = -1, after_key: bool = False) -> Any:
-        """The value after an indicator that ends at `at`. compact: offset of the line's start where a
-        collection may begin on this line ('- - x', '- a: b'), else -1. after_key: a sequence may stand at the
-        parent's own column."""
+        """The value after an indicator that ends at `at`. compact: offset of the line's start if a collection
+        may begin on it ('- - x', '- a: b'), else -1. after_key: a list may stand in the parent's column."""
         text = self.text
         first = BLANKS.match(text, at).end()
         character = text[first]
@@ -2539,8 +2527,7 @@ SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-n
 # -------- types --------
 #
 # A reader takes a value as the formats give it and answers the value to keep, or raises ValueError with a
-# message that goes on after 'job 'x': command '. Numbers come with their source text (.raw) where text would
-# change it.
+# message that goes on after 'job 'x': command '. Numbers may come with their source text (.raw).
 
 IDENTIFIER = Expression(r'[A-Za-z_][A-Za-z0-9_]*\Z')
 # {name} or {name:format}, but not ${name}, which is the shell's.
@@ -2875,8 +2862,7 @@ def refuse_late(workflow: Dict[str, Any], *args: Any) -> None:
 #     block    one block of the type's kind
 #     blocks   a list of such blocks, whose first argument is the name
 # A list's node may have the singular as its name. A value or list may also be written as a property
-# (path="x"). What no field knows is an error. Types are left to the spec's own checks, which are the same for
-# all formats.
+# (path="x"). What no field knows is an error. Types are left to the checks that all formats share.
 
 KDL_SHAPES = {'json': 'json', 'metadata': 'map'}    # of types that have another one in KDL
 KDL_OTHER_NAMES = {     # of fields whose singular is not their name without its ending
@@ -3076,8 +3062,7 @@ def decode_document(data: bytes, path: str) -> str:
 
 
 def read_document(data: bytes, path: str = '', format: str = '') -> Document:
-    """Read a file's bytes. The format is given, or from the path; else what begins with { is JSON5, and the
-    rest YAML."""
+    """Read a file's bytes. Without format or a path that tells it, what begins with { is JSON5, else YAML."""
     text = decode_document(data, path)
     format = format or FORMATS.get(os.path.splitext(path)[1].lower(), '')
     if not format:
@@ -3300,8 +3285,7 @@ SHAPES = {'list': read_list, 'map': read_map, 'blocks': read_blocks,
 # -------- parameter values --------
 #
 # The value of a parameter is a native list, or text in Torc's grammar: a range, a list in brackets, @file, or
-# one value. Values are int, float or text. What would make no instance at all, or a surprising one, is
-# refused.
+# one value. Values are int, float or text. What would make no instance, or a surprising one, is refused.
 
 INTEGER_TEXT = Expression(r'[-+]?[0-9]{1,40}\Z')
 NUMBER_TEXT = Expression(r'[-+]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,4})?\Z')
@@ -3419,8 +3403,7 @@ def expand_range(text: str, limit: int) -> List[Value]:
     if steps < 0:
         raise ValueError(f"'{shorten(text)}' has no values: the step leads away from the end")
     if 0 < steps < 1:
-        raise ValueError(f"'{shorten(text)}' has one value only: the step {parts[2]} is larger than the "
-                         "range")
+        raise ValueError(f"'{shorten(text)}' has one value only: the step {parts[2]} is too large")
     check_instances(int(steps) + 1, limit)
     make = int if all(INTEGER_TEXT.match(part) for part in parts) else float
     return [make(start + step * number) for number in range(int(steps) + 1)]
@@ -3517,8 +3500,7 @@ def combine_values(values: Dict[str, List[Value]], mode: str, limit: int) -> Ins
     if mode == 'zip':
         if len(set(lengths.values())) > 1:
             shown = ', '.join(f'{name} has {count}' for name, count in lengths.items())
-            raise ValueError('parameter_mode zip needs the same number of values for all parameters: '
-                             f'{shown}')
+            raise ValueError(f'parameter_mode zip needs as many values for each parameter: {shown}')
         return Instances(tuple(values), list(zip(*values.values())))
     check_instances(functools.reduce(operator.mul, lengths.values(), 1), limit)
     return Instances(tuple(values), list(itertools.product(*values.values())))
@@ -3676,8 +3658,7 @@ def find_combinations(block: Block, workflow: Block) -> Instances:
     for name in block.get('use_parameters', ()):
         if name not in shared:
             hint = context.suggest(name, shared)
-            raise ValueError(f"use_parameters names '{shorten(name)}', which is no parameter of the "
-                             f"workflow{hint}")
+            raise ValueError(f"use_parameters names '{shorten(name)}', no parameter of the workflow{hint}")
         sources.setdefault(name, (shared[name], workflow))
     values = {}
     for name, (value, home) in sources.items():
@@ -3694,9 +3675,8 @@ def find_combinations(block: Block, workflow: Block) -> Instances:
 
 # ======== 5c. Planning: names become relations, blocks become a plan ========
 #
-# Names are resolved once per distinct list or regular expression. What is the same for many jobs
-# (prerequisites, job classes) stands once in the plan and is pointed at by index. What concerns more than one
-# block is checked here.
+# Names are resolved once per distinct list or regular expression. What many jobs share (prerequisites, job
+# classes) stands once in the plan, and is named by index. What concerns several blocks is checked here.
 
 # What, direction, fields of names and of regular expressions, in the order of PlannedJob.
 RELATED = (
@@ -4520,8 +4500,7 @@ def format_field_help() -> str:
 #
 # The nouns are Torc's. A column's declared type says how its value is stored and spoken: JSON TEXT (any JSON
 # value; SQL NULL is JSON null), BOOL INTEGER (0 or 1), STATUS INTEGER (a code of STATUSES, spoken as its
-# name). The Store reads columns and types back from the database, so that there is no second list of them in
-# Python.
+# name). The Store reads columns and types back from the database: there is no second list of them.
 #
 # Who waits for whom is kept in sets: jobs with the same prerequisites point at one dep_set, which counts how
 # many of its members are unfinished. Finishing a job touches the sets that it is a member of, never the jobs
@@ -5378,8 +5357,7 @@ def prepare_files(path: str) -> None:
         if os.path.islink(path):
             raise BadInput(f'the database {path} is a symbolic link, beside which its log would not be found'
                            f': name the file itself with --db {shlex.quote(os.path.realpath(path))}')
-        # Only a new file is opened here: closing any descriptor of a database drops the locks that this
-        # process has on it (fcntl(2)).
+        # Only a new file: closing any descriptor of a database drops our locks on it (fcntl(2)).
         if not os.path.exists(path):
             os.close(append_to_file(path, 0o600))
         found = os.stat(path)
@@ -5869,9 +5847,8 @@ def record_event(context: Context, workflow_id: int, data: Values, severity: str
 # Three kinds of callers. Administrators (the owner of the server, who shows its token, and the members of the
 # group `admin`, which only the server's options fill) may do everything. Where access is enforced, everybody
 # else reads, changes and deletes the workflows that are their own or linked to one of their groups, with all
-# that belongs to them; for others the answer is 403 whether or not they exist. Where access is not enforced,
-# all workflows are open; but as soon as callers have names, groups are managed by those only whom the rules
-# below allow.
+# that belongs to them; for others the answer is 403 whether or not they exist. Where it is not enforced, all
+# workflows are open; but once callers have names, groups are managed only by those whom rules below allow.
 
 MAY_USE = ('(user = ? OR EXISTS (SELECT 1 FROM workflow_access_group JOIN user_group_membership USING '
            '(group_id) '
@@ -7090,10 +7067,9 @@ def list_required(context: Context, workflow_id: int, table: str, condition: str
 #
 # A workflow with enable_ro_crate keeps RO-Crate entities, named and made as Torc's clients make them: at
 # initialize the workflow, its run, the server and the input files; when a runner of ours comes, that; when
-# one of its jobs completes with output files, the job's CreateAction and the files. Other runners make theirs
-# themselves. Who can read the files reports their sizes and hashes (note_contents), which hold as long
-# as the file's time does. A later run renews what an earlier one has made; what others added to an entity
-# stays.
+# one of its jobs completes with output files, its CreateAction and the files. Other runners make theirs. Who
+# can read the files reports sizes and hashes (note_contents), which hold as long as the file's time does. A
+# later run renews what an earlier one has made; what others added to an entity stays.
 
 CRATE_PLAN = '#torc-workflow'
 CRATE_RUN = '#torc-run-id-{}'
@@ -8070,8 +8046,7 @@ def decide_failure(context: Context, state: WorkflowState, job: JobState, end: V
     status = STATUS_CODES[end['status']]
     if not context.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
                        (status, job.id, state.run_id, job.attempt_id)):
-        raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry it, or '
-                      'reset it')
+        raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry or reset it')
     announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'])
     finish_job(context, state, job, status)
     return Outcome(job.id, job.attempt_id, end['status'])
@@ -8223,9 +8198,8 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
 
 
 def wait_again(context: Context, job_id: int, is_canceled: bool) -> None:
-    """A job has not ended after all: those canceled for nothing else wait for it again, and so on. So do
-    ready ones, which run whatever becomes of their prerequisites, but after these. In a canceled workflow
-    nothing waits again."""
+    """A job has not ended after all: those canceled for nothing else wait for it again, and so on; also ready
+    ones, which run whatever becomes of their prerequisites, but after these. None in a canceled workflow."""
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     back = [job_id]
     while back:
@@ -8495,11 +8469,9 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
     for job in jobs:
         name, wanted = job['name'], job.get('resource_requirements') or 'default'
         if name in by_name:
-            raise Refused(f'workflow {workflow_id} has a job {name!r} already, which lineage {lineage!r} '
-                          'did not spawn')
+            raise Refused(f'the workflow has a job {name!r} already, which lineage {lineage!r} did not spawn')
         if wanted not in classes:
-            raise Refused(f'job {name!r}: resource requirements {wanted!r} not found in workflow '
-                          f'{workflow_id}')
+            raise Refused(f'job {name!r}: resource requirements {wanted!r} not found in the workflow')
         for need in needs[name]:
             if need not in by_name and need not in needs:
                 raise Refused(f'job {name!r}: job {need!r} of its depends_on not found')
@@ -9791,8 +9763,7 @@ def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Va
 
 # ======== 8h. Administration: access groups, the server itself, output of jobs, and event streams ========
 #
-# Who is in which group, and which groups may use which workflow (see 8); what a server says of itself, and
-# what may be subscribed to.
+# Who is in which group, and which groups may use which workflow (see 8); what a server says of itself.
 
 
 # -------- access groups --------
@@ -11390,9 +11361,8 @@ def check_model(path: str, model: str, value: Any, is_partial: bool = False) -> 
 # (bytes in, status and value out; only the second one needs the store), and call_operation for callers in the
 # same process. Both give the same values.
 #
-# Where access is enforced, carry_out() asks before every verb whether the caller has access to the workflow
-# that the request is about. An operation about none is refused, unless OPEN_OPERATIONS lists it: what is
-# forgotten is closed.
+# Where access is enforced, carry_out() asks before every verb whether the caller may use the workflow of the
+# request. An operation about none is refused unless OPEN_OPERATIONS lists it: what is forgotten is closed.
 #
 # Nothing that a client can send is answered with a 5xx, but for a full disk: clients of this API repeat their
 # request for many minutes after a 5xx, and after an error that holds one of RETRY_WORDS, whatever its status.
