@@ -6923,7 +6923,7 @@ class AnswerTest(LiveTest):
     OTHERS = {'cancel_workflow': 'WorkflowModel', 'reset_workflow_status': 'WorkflowModel'}
     # Keys of ours in answers of the official interface, which Torc's clients pass over: but not in a model that its clients refuse
     # with unknown keys (SpawnJobModel, SpawnJobsRequest, DynamicJobsConfig, StdioConfig, ExecutionConfig), and no other name of a key.
-    ADDED = {'ResultModel.reason', 'WorkflowActionModel.failure', 'WorkflowModel.message', 'WorkflowModel.spec_path'}
+    ADDED = {'FileModel.identifier', 'ResultModel.reason', 'WorkflowActionModel.failure', 'WorkflowModel.message', 'WorkflowModel.spec_path'}
 
     def mismatches(self, kind: str, value: Any, place: str) -> Iterator[str]:
         """What is not as the official interface says: MODEL.KEY of each key that it does not have, or a sentence."""
@@ -6945,7 +6945,7 @@ class AnswerTest(LiveTest):
 
     def test_answers_of_the_official_interface_are_its_own_but_for_the_keys_listed(self):
         self.models = read_shared('torc/api_models.json')
-        for change in ("result SET reason = 'no luck'", "workflow_action SET failure = 'no luck'", "workflow SET spec_path = '/w.yaml'"):
+        for change in ("result SET reason = 'no luck'", "workflow_action SET failure = 'no luck'", "workflow SET spec_path = '/w.yaml'", "file SET identifier = 'x'"):
             self.store.run('UPDATE ' + change)
         checked, added = 0, set()
         for row in read_shared('torc/api_operations.json'):
@@ -7250,7 +7250,7 @@ OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, Non
 }
 PLAIN_TYPES = {'Int': 'int', 'Str': 'str', 'Bool': 'bool', 'Float': 'float', 'Object': '{any}', 'object': '{any}', 'Any': 'any', '@': '', '?': '',
                'name': 'str', 'time': 'str', 'rules': 'str', 'minutes': 'float', 'gigabytes': 'float', 'nodes': 'int', 'ordinal': 'int'}
-MORE_QUERY = {'list_failure_handlers': {'sort_by', 'reverse_sort'}, 'list_jobs': {'resource_requirements_id'}}     # ours only
+MORE_QUERY = {'list_failure_handlers': {'sort_by', 'reverse_sort'}, 'list_jobs': {'resource_requirements_id'}, 'create_event': {'timestamp'}}  # ours only
 ADDED_OPERATIONS = set('''
     create_workflow_from_spec apply_spec runner_sync check_changes set_file_times stream_workflow_events stream_api_events get_api_stats
     explain_job explain_workflow list_workflow_statuses get_database snapshot_database backup_database get_dependency_graph
@@ -16739,7 +16739,8 @@ RECORDED = """
     workflows reinit WF | workflows reset-status WF --failed-only --no-prompts | workflows reset-status WF -r --no-prompts
     workflows init WF --dry-run | workflows init WF | workflows init WF --async | workflows reinit WF --async | tasks wait ID=1
     workflows update WF -d d | workflows archive true WF | workflows archive false WF | cancel WF | user-data delete-all WF2 --no-prompts
-    jobs delete-all WF2 --no-prompts | create SPEC | workflows new -n fresh
+    jobs delete-all WF2 --no-prompts | create SPEC | workflows new -n fresh | workflows export WF -o FILE -> workflows export 1 -o e.json
+    workflows import FILE --name again -> workflows import e.json --name again
     admin sql SELECT -> admin sql 'SELECT id, name FROM workflow'
     admin sql --write --yes -> admin sql --write --yes "UPDATE workflow SET description = 'z' WHERE id = 1" | admin list-audit-log
     admin api-stats --window 120 | access-groups create g1 -> access-groups create g1 -d x | access-groups list | access-groups get ID=2
@@ -17345,6 +17346,7 @@ class WorkflowTest(CommandTest):
             $ -f csv workflows list --include-archived -> 0: 1,sample,...2,sample,
             $ -f csv workflows list --archived-only -> 0: 1,sample,
             $ -f json workflows archive false 1 9 -> 4: "partial_success"
+            $ -f json workflows archive true 9 -> 4: "errors": [
             $ workflows update-action 1 2 --num-allocations 4 --start-one-worker-per-node yes --json '{"num_allocations": 9, "max_parallel_jobs": 3}' -> 0: Updated action 2
             $ workflows update-action 1 2 -> 2: torc: nothing to change: give one of --scheduler-id
             $ workflows update-action 1 2 --json [1] -> 2: torc: --json requires an object
@@ -17414,6 +17416,212 @@ class WorkflowTest(CommandTest):
             $ run 1 --retry-failed -> 0: is complete
             $ run 1 --retry-failed -> 0: has no jobs that failed...has nothing left to do
             ''')
+
+
+# -------- documents of workflows, and databases of Torc --------
+
+EXCHANGED_IDS = {   # field -> list of a document that has what it leads to
+    'job_id': 'jobs', 'job_ids': 'jobs', 'depends_on_job_ids': 'jobs', 'file_id': 'files', 'input_file_ids': 'files',
+    'output_file_ids': 'files', 'input_user_data_ids': 'user_data', 'output_user_data_ids': 'user_data', 'compute_node_id': 'compute_nodes',
+    'resource_requirements_id': 'resource_requirements', 'failure_handler_id': 'failure_handlers', 'scheduler_id': 'slurm_schedulers',
+    'action_id': 'workflow_actions', 'last_result_id': 'results'}
+OF_RUNS = {'jobs': 'status start_time compute_node_id', 'workflow_actions': 'trigger_count executed executed_at executed_by',
+           'workflow': 'name run_id timestamp user spec_path'}    # not to be found again
+# Resource -> what a database of an early 0.x has not; -: the table.
+EARLY_LACKS = {'workflow': 'project metadata env execution_config run_id is_canceled use_pending_failed submission_directory enable_ro_crate',
+               'job': 'failure_handler_id attempt_id priority env origin start_time labels', 'slurm_scheduler': 'serialize_allocations',
+               'compute_node': 'labels', 'result': 'attempt_id', 'failure_handler': '-', 'ro_crate_entity': '-', 'slurm_stats': '-'}
+TORC_RELATIONS = [row[1:4] for row in torc.JOB_RELATIONS] + [('depends_on_job_ids', 'job_depends_on', 'depends_on_job_id')]
+
+
+def without_ids(document: Dict[str, Any]) -> Dict[str, Any]:
+    """A document with names or places instead of ids, and without what runs have left in it."""
+    places = {key: {0: 'none', **{row['id']: row.get('name', index) for index, row in enumerate(rows)}}
+              for key, rows in document.items() if isinstance(rows, list)}
+
+    def replaced(key: str, value: Any) -> Any:
+        if key in EXCHANGED_IDS:
+            known = places.get(EXCHANGED_IDS[key], {})
+            return sorted(known[item] for item in value) if isinstance(value, list) else known[value]
+        if isinstance(value, dict):
+            return {key: replaced(key, item) for key, item in value.items()}
+        if isinstance(value, str):
+            return re.sub(r'#job-(\d+)-', lambda match: f"#job-{places['jobs'].get(int(match.group(1)))}-", value)
+        return [replaced('', item) for item in value] if isinstance(value, list) else 'own' if key == 'workflow_id' else value
+    found = {}
+    for key, rows in document.items():
+        left = ['id', *OF_RUNS.get(key, '').split()]
+        rows = rows if isinstance(rows, list) else [rows] * (key == 'workflow')
+        found[key] = [replaced('', {name: value for name, value in row.items() if name not in left}) for row in rows]
+    found['resource_requirements'].sort(key=lambda row: row['name'])
+    return found
+
+
+def write_torc_database(path: str, documents: Sequence[Dict[str, Any]], is_early: bool = False) -> None:
+    """A database of Torc's server: of 1.0, or of an early 0.x."""
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        def add(table: str, row: Dict[str, Any]) -> None:
+            cells = [json.dumps(cell) if isinstance(cell, (dict, list)) or (table, name) == ('user_data', 'data') else
+                     torc.STATUS_CODES[cell] if name == 'status' else cell for name, cell in row.items()]
+            database.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", cells)
+        database.execute('CREATE TABLE _sqlx_migrations (version)')
+        for table, key in [('workflow', 'workflow'), *((part.resource, part.key) for part in torc.PARTS)]:
+            lacks = [*(EARLY_LACKS.get(table, '').split() if is_early else ()), 'job_name', *(row[0] for row in TORC_RELATIONS)]
+            rows = sum(([document[key]] if key == table == 'workflow' else document[key] for document in documents), [])
+            names = sorted({name for row in rows for name in row}.difference(lacks))
+            if '-' not in lacks:
+                database.execute(f"CREATE TABLE {table} ({', '.join([*names, 'unblocking_processed'])})")
+                for row in rows:
+                    row = dict(row, timestamp=torc.format_time(row['timestamp'] / 1000)) if is_early and table == 'event' else row
+                    add(table, {name: row[name] for name in names if name in row})
+        for field, table, column in TORC_RELATIONS:
+            table, column = ('job_blocked_by', 'blocked_by_job_id') if is_early and field[0] == 'd' else (table, column)
+            database.execute(f'CREATE TABLE {table} (job_id, {column})')
+            for job, item in ((job['id'], item) for document in documents for job in document['jobs'] for item in job.get(field) or ()):
+                add(table, {'job_id': job, column: item})
+
+
+@slow
+class ExchangeTest(CommandTest):
+    """A workflow leaves a database as a document, and becomes the same workflow elsewhere, or none."""
+
+    def exported(self, *argv: Any) -> Dict[str, Any]:
+        """A document, with all there is."""
+        return self.assertExit(0, self.world.main(*argv[:-1], 'workflows', 'export', argv[-1], '--include-results', '--include-events')).json()
+
+    def document(self) -> Dict[str, Any]:
+        """That of a workflow which has everything, and has run; in e.json."""
+        self.make()
+        own = {'workflow_id': 1}
+        with self.world.connect(database=self.world.path('torc_output', 'torc.db')) as client:
+            client.create_local_scheduler(dict(own, memory='1g', num_cpus=3))
+            off, late = [client.create_job(dict(own, name=name, command='true'))['id'] for name in ('off', 'late')]
+            client.update_job(off, {'status': 'disabled'})
+            client.update_job(1, {'depends_on_job_ids': [late]})       # which stands further down
+        self.sql("UPDATE file SET identifier = 'https://doi.org/1' WHERE id = 2")
+        self.assertExit(1, self.world.main('run', 1))
+        with self.world.connect(database=self.world.path('torc_output', 'torc.db')) as client:
+            client.create_slurm_stats(dict(own, job_id=2, run_id=1, attempt_id=1, max_rss_bytes=5))
+            client.create_event(dict(own, data={'n': [1]}), timestamp=1234567)
+        document = self.exported(1)
+        self.world.write('e.json', json.dumps(document))
+        return document
+
+    def test_a_document_makes_the_same_workflow_here_through_a_server_and_from_stdin(self):
+        document = self.document()
+        self.assertTrue(all(document[part.key] for part in torc.PARTS))
+        recorded = {row['command']: row for row in read_shared('torc/cli_json.json')}['workflows export WF']['stdout']
+        self.assertEqual({*recorded, 'slurm_stats'}, set(document), 'ours are on top')
+        official, asked, usual = {row['op'] for row in read_shared('torc/api_operations.json')}, set(), torc.Client.call
+        self.world.serve('-d', 'served.db')
+        for where in (('--db', 'own.db'), ('--url', self.world.url)):
+            with self.subTest(where):
+                self.assertExit(0, self.world.main(*where, 'workflows', 'import', 'e.json'))     # no id is what it was in the next one
+                with unittest.mock.patch.object(torc.Client, 'call', lambda self, op, *rest, **named: asked.add(op) or usual(self, op, *rest, **named)):
+                    said = self.assertExit(0, self.world.main(*where, '-f', 'json', 'workflows', 'import', 'e.json', '--name', 'n')).json()
+                    again = self.exported(*where, 2)
+                self.assertEqual((2, 'n', 7, 2, 5), tuple(map(said.get, ('workflow_id', 'workflow_name', 'jobs', 'files', 'results'))))
+                self.assertEqual(('tester', 2), (again['workflow']['user'], again['workflow']['run_id']), 'the next run has no results')
+                self.assertEqual(['disabled' if row['name'] == 'off' else 'uninitialized' for row in again['jobs']], [row['status'] for row in again['jobs']])
+                self.assertEqual(without_ids(document), without_ids(again))
+        self.assertEqual(set(), asked - official, "a server of Torc's has no others")
+        piped = self.world.cli('--db', 'own.db', 'workflows', 'import', '-', '--skip-results', '--skip-events', stdin=self.world.read('e.json'))
+        self.assertExit(0, piped, 'Made workflow 3 (sample) with 7 jobs. Run it with: ')
+        bare = self.exported('--db', 'own.db', 3)
+        self.assertEqual(([], [], [], [], 0), (*(bare[key] for key in ('results', 'compute_nodes', 'slurm_stats', 'events')), bare['workflow']['run_id']))
+        self.assertEqual(['in.txt', 'https://doi.org/1'], [row['entity_id'] for row in bare['ro_crate_entities']], 'none of runs without results')
+        self.assertExit(1, self.world.main('--db', 'own.db', 'run', 2, '-o', 'again'), '4 completed, 1 failed, 1 canceled')
+
+    def test_of_an_import_that_fails_nothing_is_left(self):
+        document, usual = self.document(), torc.Client.call
+        self.world.serve('-d', 'served.db')
+        places = (('--db', 'own.db'), ('--url', self.world.url))
+        self.assertExit(0, self.world.main(*places[0], 'delete', self.json('--db own.db workflows new -n w')['id'], '--force'))
+
+        def changed(key: str, index: int, **values: Any) -> str:
+            rows = [dict(row, **values) if number == index else row for number, row in enumerate(document[key])]
+            return json.dumps(dict(document, **{key: rows}))
+        for code, text, words in (
+                (2, '{"a"', 'e.json is no exported workflow, which is JSON: Expecting'),
+                (2, '[]', 'e.json: this is no exported workflow, which has "export_version" and "workflow": `workflows export -o FILE` makes'),
+                (2, changed('jobs', 1, id='7'), "e.json: jobs[1].id must be an integer, not '7'"),
+                (2, changed('jobs', 1, id=document['jobs'][0]['id']), 'e.json: each of jobs needs an id of its own: export the workflow again'),
+                (2, json.dumps(dict(document, files=5)), 'e.json: files must be a list, not 5'),
+                (2, json.dumps(dict(document, workflow={'env': 5})), 'e.json: workflow.env must be an object, not 5'),
+                (2, changed('jobs', 1, input_file_ids=[99]), 'e.json: jobs from id 2 on: input_file_ids of that with id 2: none of files has the id 99: '),
+                (2, changed('results', 0, job_id=44), 'none of jobs has the id 44'),
+                (2, changed('jobs', 1, command=None), 'e.json: jobs from id 2 on: jobs[0].command is missing'),
+                (4, changed('results', 1, job_id=document['results'][0]['job_id']), 'e.json: results from id 2 on: the result exists already'),
+                (2, changed('events', 0, data=None), 'e.json: events from id 1 on: data is missing')):
+            self.world.write('e.json', text)
+            for where in places:
+                with self.subTest(words, where=where[0]):
+                    self.assertExit(code, self.world.main(*where, 'workflows', 'import', 'e.json'), words)
+                    self.assertEqual([], self.assertExit(0, self.world.main(*where, '-f', 'json', 'workflows', 'list', '--all-users')).json()['items'])
+        self.world.write('e.json', json.dumps(document))
+        with unittest.mock.patch.object(torc.Client, 'call', lambda self, op, *rest, **named: usual(
+                self, 'gone' if op in ('create_jobs', 'delete_workflow') else op, *rest, **named)):
+            self.assertExit(2, self.world.main(*places[1], 'workflows', 'import', 'e.json'), "e.json: jobs from id 1 on: there is no operation 'gone'")
+        self.assertIn('sample (import not finished)', self.text(f'--url {self.world.url} workflows list'))
+
+    def test_what_cannot_be_as_it_was_is_said(self):
+        document = self.document()
+        document['jobs'][4]['origin'] = 'spawn'     # tail, for which an action waits
+        document['user_data'].append({'id': 50, 'name': '__torc_lineage__l__g000001'})
+        document['workflow'].update(access_groups=['g1'], submission_directory='/none/here')
+        document['workflow_actions'][1]['action_config']['scheduler_id'] = document['results'][1]['compute_node_id'] = 98
+        document['results'][0]['job_id'] = document['jobs'][4]['id']
+        document['resource_requirements'][1].update(num_cpus=3)
+        self.world.write('e.json', json.dumps(dict(document, export_version='2.0')))
+        said = self.assertExit(0, self.world.main('--db', 'own.db', 'workflows', 'import', 'e.json'))
+        self.assertEqual([f'warning: e.json: {text}' for text in (
+            'export_version is 2.0, not 1.0: some may be left out',
+            f'directory /none/here is not here: relative paths start in {self.world.directory} now',
+            'access group g1 is left out (see: access-groups add-workflow)', '1 spawned job is left out, to be spawned again',
+            'scheduler_id of workflow_actions leads to nothing that is there: it is 0 now',
+            'compute_node_id of results leads to nothing that is there: it is 0 now')], said.err.splitlines()[:6])
+        found = self.exported('--db', 'own.db', 1)
+        self.assertEqual((['prep', 'work', 'gen', 'bad', 'off', 'late'], ['cfg'], 4, [('default', 3), ('small', 1)], self.world.directory), (
+            [row['name'] for row in found['jobs']], [row['name'] for row in found['user_data']], len(found['results']),
+            [(row['name'], row['num_cpus']) for row in found['resource_requirements']], found['workflow']['submission_directory']))
+
+    def test_a_clone_begins_anew(self):
+        self.make()
+        self.sql("UPDATE job SET status = 5, start_time = 'x'")
+        self.assertExit(0, self.world.main('workflows', 'clone'), 'Made workflow 2 (sample (copy)) with 5 jobs. Run it with: torc.py submit 2')
+        self.assertEqual({'uninitialized'}, set(self.statuses(2).values()))
+
+    def test_databases_of_torc_are_read_and_not_changed(self):
+        document = self.document()
+        other = dict({part.key: [] for part in torc.PARTS}, workflow={'id': 9, 'name': 'empty', 'user': 'v', 'timestamp': '2026-01-01T00:00:00Z'})
+        for is_early in (False, True):
+            name, path = f'torc{is_early}.db', self.world.path(f'ro{is_early}', 'torc.db')
+            into = ('--db', name, 'workflows', 'import', path)
+            with self.subTest(name):
+                os.mkdir(os.path.dirname(path))
+                write_torc_database(path, [document, other], is_early)
+                self.assertExit(2, self.world.main('--db', path, 'workflows', 'list'), 'torc.py --db FILE workflows import ')
+                before = read_bytes(path)
+                self.assertExit(4, self.world.main(*into, '--workflow-id', 5), f'workflow 5 not found in {path}, which has: 1 (sample), 9 (empty)')
+                self.assertExit(2, self.world.main(*into, '--name', 'n'), 'has 2 workflows')
+                self.assertExit(0, self.world.main(*into), 'Made workflow 1 (sample)', 'Made workflow 2 (empty)')
+                self.assertEqual((['torc.db'], before), (os.listdir(os.path.dirname(path)), read_bytes(path)))
+                wanted, found = without_ids(document), without_ids(self.exported('--db', name, 1))
+                for part in torc.PARTS:
+                    lacks = EARLY_LACKS.get(part.resource, '').split() if is_early else ()
+                    for rows in (wanted[part.key], found[part.key]):
+                        rows[:] = [{key: cell for key, cell in row.items() if key not in lacks} for row in rows if '-' not in lacks]
+                    self.assertEqual(wanted[part.key], found[part.key])
+        path = self.world.path('live.db')
+        into = ('--db', 'last.db', 'workflows', 'import', path)
+        write_torc_database(path, [document])
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:      # a server at work
+            database.execute('PRAGMA journal_mode = WAL')
+            database.execute("UPDATE workflow SET name = 'newest'")
+            self.assertExit(0, self.world.main(*into), 'Made workflow 1 (newest)')
+            database.execute("UPDATE workflow SET metadata = '{'")
+            self.assertExit(2, self.world.main(*into), 'cannot read', 'Expecting', 'try a copy')
+        self.assertExit(2, self.world.main(*into[:-1], 'last.db'), 'last.db is no database of Torc (from one of torc.py: `--db FILE workflows export`)')
 
 
 # ======== 20b. Logs ========
@@ -20936,7 +21144,7 @@ class ParserTest(unittest.TestCase):
             ('events lst', "there is no command 'events lst', did you mean 'list'? (events has: create, list, get-latest-event, monitor, delete)"),
             ('events', '`events` requires one of: create, list, get-latest-event, monitor, delete'),
             *((line, f'`{name}` is a command of Torc that torc.py {torc.__version__} does not have yet') for line, name in (
-                ('config show', 'config'), ('workflows export 1', 'workflows export'))),
+                ('config show', 'config'), ('self update', 'self'))),
             ('status 1 --qiet', "unknown option --qiet, did you mean '--quiet'?"),
             ('status -z', 'unknown option -z'),
             ('-f jsno status', "-f/--format: 'jsno' is none of table, json, csv, tsv, did you mean 'json'?"),

@@ -33,7 +33,7 @@ Sections (grep '^# ==' torc.py):
     16. Runner, 16a. Output, 16b. Runner's link, 16c. Runner's parts, 16d. Runner's monitor,
         16e. Runner's steps, 16f. Runner's accounting, 16g. Runner's allocation, 16h. Runner's loop
     17. Recovery, 17a. Diagnosis, 17b. Regeneration, 17c. Watching
-    18. Remote
+    18. Remote, 18a. Exchange
     19. Rendering, 19a. Reports, 19b. Plots, 19c. Reports of a workflow
     20. Commands, 20a. Workflows, 20b. Logs, 20c. Runs, 20d. Allocations, 20e. Clusters,
         20f. Recovery commands, 20g. Recover, 20h. Watch, 20i. Remote commands, 20j. Service,
@@ -5035,7 +5035,7 @@ BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 MAX_PARAMETERS = 999                # of a statement, before SQLite 3.32
 RESCUED_END = '.rescued'            # of a copy of a database that was lost while it was in use
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'output_dir', 'slurm_job', 'is_implicit', 'memory_bytes', 'runtime_s',
-                             'is_current', 'is_interrupted', 'is_reported', 'identifier', 'request',
+                             'is_current', 'is_interrupted', 'is_reported', 'request',
                              'requested_by', 'is_system', 'is_run_zero', 'is_declared', 'submission',
                              'made_for', 'submit_after', 'gate_set_id', 'wait_set_id'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
@@ -5486,8 +5486,8 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
         raise BadInput(f'{path} was made by a newer torc.py (schema {version}, this one knows '
                        f'{SCHEMA_VERSION}); use that one')
     if version == 0 and '_sqlx_migrations' in tables:
-        raise BadInput(f"{path} is a database of Torc's own server: export the workflow there and import it "
-                       'here, or give another place with --db')
+        raise BadInput(f"{path} is a database of Torc's own server: give another place with --db; "
+                       f'`{program_name()} --db FILE workflows import {shlex.quote(path)}` takes its workflows there')
     if version == 0 and tables:
         raise BadInput(f'{path} is a database of another program; give another place with --db')
     if version == SCHEMA_VERSION:
@@ -5830,10 +5830,10 @@ def announce_canceled(context: Context, workflow_id: int, job_ids: Ids) -> None:
             announce(context, workflow_id, 'warning', {'dropped': len(job_ids) - MAX_NAMED}, 'warning')
 
 
-def add_event(context: Context, workflow_id: int, data: Any) -> None:
-    """Add a row to the workflow's events."""
+def add_event(context: Context, workflow_id: int, data: Any, timestamp: Optional[int] = None) -> None:
+    """Add a row to the workflow's events, of this moment unless another is given."""
     context.run('INSERT INTO event (workflow_id, timestamp, data) VALUES (?, ?, ?)',
-                (workflow_id, int(context.now() * 1000), format_json(data)))
+                (workflow_id, int(context.now() * 1000) if timestamp is None else timestamp, format_json(data)))
 
 
 def record_event(context: Context, workflow_id: int, data: Values, severity: str = 'info') -> None:
@@ -9701,10 +9701,10 @@ def update_scheduled_compute_node(context: Context, resource: str, row_id: int, 
     return read_row(context, resource, row_id)
 
 
-def create_event(context: Context, resource: str, body: Values) -> Values:
-    """Add an event, of this moment."""
+def create_event(context: Context, resource: str, body: Values, timestamp: Optional[int] = None) -> Values:
+    """Add an event, of this moment, whatever the body says, as in Torc; `timestamp` is for imported ones."""
     workflow_state(context, body['workflow_id'])
-    add_event(context, body['workflow_id'], body['data'])
+    add_event(context, body['workflow_id'], body['data'], timestamp)
     return read_row(context, resource, context.value('SELECT last_insert_rowid()'))
 
 
@@ -11521,7 +11521,8 @@ ROUTES = (
                   create={'verb': create_result}),
 
     *usual_routes('event', 'events', 'category:str after_timestamp:int',
-                  create={'verb': create_event}, update={'verb': update_event, 'body': '-'}),
+                  create={'verb': create_event, 'query': 'timestamp:int'},
+                  update={'verb': update_event, 'body': '-'}),
 
     route_to('POST', '/compute_nodes', create_compute_node, body='ComputeNodeModel'),
     *usual_routes('compute_node', 'compute_nodes',
@@ -15309,16 +15310,21 @@ class Client(Connector, Operations):
             raise Unreachable(f'what answers at {self.url} is no server of torc.py or Torc: '
                               'check the address (--url, TORC_API_URL)')
 
+    def transaction(self) -> ContextManager[None]:
+        """All calls of a block or none of them, if this is a direct client; to a server they go one by one."""
+        return contextlib.suppress() if self._service is None else self._service.transaction()
+
     @staticmethod
     def call_direct(service: Service, route: Route, body: Any, params: Dict[str, Any]) -> Any:
         """Carry out an operation on our own store."""
         store, context = service.store, service.context(user_name())
         failure = None      # of the verb: what it has asked to be stored all the same is committed
-        if is_about_runners(route.path):
+        is_inside = store.connection.in_transaction     # of transaction()
+        if is_about_runners(route.path) and not is_inside:
             with contextlib.suppress(sqlite3.Error):    # what cannot be stored stays as it is
                 notice_dead_runners(service)
         try:
-            with store.reading() if route.method == 'GET' else store.transaction():
+            with contextlib.suppress() if is_inside else store.reading() if route.method == 'GET' else store.transaction():
                 try:
                     answer = call_operation(context, route.name, params, body)
                 except TorcError as error:
@@ -23653,6 +23659,271 @@ def start_tunnels(client: Client, orders: Dict[str, Order], ssh: Ssh) -> Dict[st
             for worker in orders}
 
 
+# ======== 18a. Exchange: workflows as Torc's JSON documents, and from Torc's databases ========
+#
+# A document holds a workflow as the lists of the API show it, under the keys of PARTS. An import makes it anew,
+# part by part, so that what an id leads to is there before, by operations that Torc's servers have, too: whole or
+# not at all. On a database of our own that is one transaction; from a server a workflow that cannot be completed
+# is deleted, and UNFINISHED is in its name until it is complete, since this process may be killed. Of what runs
+# have left only results are taken over, and jobs begin uninitialized; those that others have spawned come again.
+
+EXPORT_VERSION = '1.0'              # of the documents of Torc 1.0
+UNFINISHED = ' (import not finished)'
+IMPORT_MANY = {'files': 'create_files', 'user_data': 'create_user_data_list', 'jobs': 'create_jobs'}
+WORKFLOW_LEFT = ('id', 'timestamp', 'run_id', 'is_canceled', 'is_archived', 'access_groups', 'spec_path')
+JOB_ENTITY = Expression(r'#job-([0-9]+)(?=-attempt-)')      # in RO-Crate entities
+
+
+class Part(Row):
+    """One list of a document."""
+    key: str            # in the document
+    resource: str       # of RESOURCES; the table in Torc's databases
+    ids: Dict[str, str] = {}    # field with ids -> key of the part that must have what they lead to
+    left: str = ''      # fields that an import leaves out
+    within: str = ''    # field with an object, of whose fields this is true:
+    old_ids: Dict[str, str] = {}    # the same, but what they lead to may be gone
+    option: str = ''    # with which it is exported
+
+
+PARTS = (
+    Part('files', 'file'), Part('user_data', 'user_data'),
+    Part('resource_requirements', 'resource_requirements'), Part('slurm_schedulers', 'slurm_scheduler'),
+    Part('local_schedulers', 'local_scheduler'), Part('failure_handlers', 'failure_handler'),
+    Part('jobs', 'job', {
+        'resource_requirements_id': 'resource_requirements', 'scheduler_id': 'slurm_schedulers',
+        'failure_handler_id': 'failure_handlers', 'depends_on_job_ids': 'jobs',
+        **{field: {'file': 'files'}.get(table, table) for _, field, _, _, table in JOB_RELATIONS}},
+        'status start_time compute_node_id attempt_id origin'),
+    Part('ro_crate_entities', 'ro_crate_entity', {'file_id': 'files'}),
+    Part('workflow_actions', 'workflow_action', {'job_ids': 'jobs'},
+         'trigger_count required_triggers executed executed_at executed_by failure',
+         'action_config', {'scheduler_id': 'slurm_schedulers'}),
+    Part('compute_nodes', 'compute_node', {}, 'scheduler_config_id is_active', 'scheduler',
+         {'scheduler_id': 'allocations'}, 'include_results'),
+    Part('results', 'result', {'job_id': 'jobs'}, 'job_name', '', {'compute_node_id': 'compute_nodes'}, 'include_results'),
+    Part('slurm_stats', 'slurm_stats', {'job_id': 'jobs'}, option='include_results'),
+    Part('events', 'event', {}, '', 'data', {
+        'workflow_id': 'workflow', 'job_id': 'jobs', 'resource_requirements_id': 'resource_requirements',
+        'action_id': 'workflow_actions', 'compute_node_id': 'compute_nodes', 'last_result_id': 'results',
+        'newest_result_id': 'results'}, 'include_events'),
+)
+
+
+def export_workflow(client: Client, workflow_id: int, options: Dict[str, Any]) -> Dict[str, Any]:
+    """The document of a workflow."""
+    with client.transaction():
+        workflow = client.call('get_workflow', workflow_id=workflow_id)
+        # Runners may be at work: what an id leads to is read after it.
+        lists = [(part.key, read_part(client, part.key, workflow_id)) for part in reversed(PARTS)
+                 if not part.option or options.get(part.option)]
+    return {'export_version': EXPORT_VERSION, 'exported_at': format_time(time.time()), 'workflow': workflow,
+            **dict(reversed(lists))}
+
+
+def read_part(client: Client, key: str, workflow_id: int) -> List[Dict[str, Any]]:
+    """All rows of one list of a document."""
+    if key == 'workflow_actions':
+        return client.call('get_workflow_actions', workflow_id=workflow_id)
+    more = {'jobs': {'include_relationships': True}, 'results': {'all_runs': True}}
+    return list(client.pages(f'list_{key}', workflow_id=workflow_id, **more.get(key, {})))
+
+
+class Import:
+    """A document on its way into a database."""
+
+    def __init__(self, client: Client, document: Any, options: Dict[str, Any]) -> None:
+        """`options`: name, skip_results, skip_events."""
+        if not isinstance(document, dict) or not isinstance(document.get('workflow'), dict):
+            raise BadInput('this is no exported workflow, which has "export_version" and "workflow": '
+                           '`workflows export -o FILE` makes one; a workflow file is for `create`')
+        self.client, self.workflow_id = client, 0       # 0: not made yet
+        self.workflow = check_value('workflow', '?WorkflowModel', document['workflow'])
+        self.name = options['name'] or str(self.workflow.get('name'))
+        self.rows = {}                  # type: Dict[str, List[Dict[str, Any]]]  # of each part
+        # Key of a part -> id in the document -> new id; None: not made yet, or left out.
+        self.ids = {part.key: {} for part in PARTS}     # type: Dict[str, Dict[int, Optional[int]]]
+        self.warnings = {}              # type: Dict[str, bool]  # texts, each once
+        for key, resource, *_, option in PARTS:
+            is_left = options.get(option.replace('include', 'skip'))
+            model = resource.title().replace('_', '') + 'Model'
+            rows = check_value(key, f'[?{model}]', not is_left and document.get(key) or [])
+            if len({row['id'] for row in rows if row.get('id')}) < len(rows):
+                raise BadInput(f'each of {key} needs an id of its own: export the workflow again')
+            self.rows[key] = rows
+        version = document.get('export_version')
+        if version != EXPORT_VERSION:
+            self.warnings[f'export_version is {shorten(str(version))}, not {EXPORT_VERSION}: some may be left out'] = True
+
+    def run(self) -> None:
+        """Make the workflow, and everything in it."""
+        settings = {key: value for key, value in self.workflow.items() if key not in WORKFLOW_LEFT}
+        settings.update(name=self.name + UNFINISHED, user=user_name())
+        self.leave_out(settings)
+        made = self.client.call('create_workflow', settings)
+        self.workflow_id = made['id']
+        self.ids.update(workflow={self.workflow.get('id'): self.workflow_id}, allocations={})
+        self.take_default()
+        for part in PARTS:
+            if part.key == 'results':   # a run has one result of a job's attempt: the next run is behind them
+                for _ in range(1 + max([row.get('run_id') or 0 for row in self.rows['results']], default=-1)):
+                    self.client.call('reset_workflow_status', workflow_id=self.workflow_id)
+            if part.key == 'events':    # what the import did is not the workflow's history
+                for event in read_part(self.client, 'events', self.workflow_id):
+                    self.client.call('delete_event', id=event['id'])
+            for batch in self.batches(part):
+                self.store(part, batch)
+        self.change_late_jobs()
+        self.client.call('update_workflow', dict(made, name=self.name), workflow_id=self.workflow_id)
+
+    def leave_out(self, settings: Dict[str, Any]) -> None:
+        """Leave out what would make no sense here."""
+        directory, here = settings.get('submission_directory'), base_directory(settings)
+        if (directory or here) != here:
+            settings['submission_directory'] = here
+            self.warnings[f'directory {shorten(directory)} is not here: relative paths start in {here} now'] = True
+        for group in self.workflow.get('access_groups') or ():
+            self.warnings[f'access group {shorten(group)} is left out (see: access-groups add-workflow)'] = True
+        jobs, records = self.rows['jobs'], LINEAGE_RECORD.partition('{')[0]
+        self.ids['jobs'] = {row['id']: None for row in jobs}
+        self.rows['jobs'] = [row for row in jobs if row.get('origin') != 'spawn']
+        self.rows['user_data'] = [row for row in self.rows['user_data'] if not str(row.get('name')).startswith(records)]
+        spawned = len(jobs) - len(self.rows['jobs'])
+        if spawned:
+            self.warnings[f"{counted(spawned, 'spawned job', 'is/are')} left out, to be spawned again"] = True
+        if not self.rows['results']:    # a later run would be taken for the one that they tell of
+            self.rows['ro_crate_entities'] = [row for row in self.rows['ro_crate_entities']
+                                              if not RESERVED_IDENTIFIERS.match(str(row.get('entity_id')))]
+
+    def take_default(self) -> None:
+        """The first requirements named default are those that a new workflow has, which are no limit."""
+        rows = self.rows['resource_requirements']
+        for row in [row for row in rows if row.get('name') == 'default'][:1]:
+            default = read_part(self.client, 'resource_requirements', self.workflow_id)[0]
+            self.ids['resource_requirements'][row['id']] = default['id']
+            self.rows['resource_requirements'] = [other for other in rows if other is not row]
+            said = {**default, **given_values(row), 'id': default['id'], 'workflow_id': self.workflow_id}
+            if said not in (default, {**default, 'runtime': DEFAULT_RUNTIME}):
+                self.client.call('update_resource_requirements', said, id=default['id'])
+
+    def batches(self, part: Part) -> Iterator[List[Dict[str, Any]]]:
+        """Rows that one request can make: of jobs none that waits for another one of them."""
+        batch, most = {}, PAGE_ITEMS if part.key in IMPORT_MANY else 1      # type: Dict[int, Any], int
+        for row in self.rows[part.key]:
+            if len(batch) == most or not batch.keys().isdisjoint(row.get('depends_on_job_ids') or ()):
+                yield list(batch.values())
+                batch = {}
+            batch[row['id']] = row
+        yield from [list(batch.values())] * bool(batch)
+
+    def store(self, part: Part, batch: List[Dict[str, Any]]) -> None:
+        """Make some rows of a part."""
+        more = {'workflow_actions': {'workflow_id': self.workflow_id},
+                'events': {'timestamp': batch[0].get('timestamp')}}.get(part.key, {})
+        try:
+            bodies = {row['id']: body for row in batch for body in [self.translate(part, row)] if body}
+            made = self.client.call(IMPORT_MANY[part.key], {part.key: list(bodies.values())})[part.key] \
+                if part.key in IMPORT_MANY else \
+                [self.client.call(f'create_{part.resource}', body, **more) for body in bodies.values()]
+        except TorcError as error:
+            error.message = f"{part.key} from id {batch[0]['id']} on: {error.message}"
+            raise
+        self.ids[part.key].update(zip(bodies, (row['id'] for row in made)))
+
+    def translate(self, part: Part, row: Dict[str, Any]) -> Dict[str, Any]:
+        """A row of the document as it is made here; {}: it is left out."""
+        left, jobs = ('id', *part.left.split()), self.ids['jobs']
+        body = {key: value for key, value in row.items() if value is not None and key not in left}
+        body.update({'workflow_id': self.workflow_id}, **{'is_active': False} if part.key == 'compute_nodes' else {})
+        for field, key in part.ids.items():
+            value = body.get(field)     # an id, or several; to Torc, 0 is none
+            old_ids = value if isinstance(value, list) else [value] * bool(value)
+            for old in old_ids:
+                if old not in self.ids[key]:
+                    raise BadInput(f"{field} of that with id {row['id']}: none of {key} has the id {old}: correct it, or "
+                                   'export the workflow again')
+            found = [self.ids[key][old] for old in old_ids if self.ids[key][old]]
+            body[field] = found if isinstance(value, list) else found[0] if found else None
+        inner = body.get(part.within) if part.within else body
+        for field, key in part.old_ids.items() if isinstance(inner, dict) else ():
+            if type(inner.get(field)) is int and inner[field]:
+                inner[field] = self.ids[key].get(inner[field]) or 0
+                if not inner[field]:
+                    self.warnings[f'{field} of {part.key} leads to nothing that is there: it is 0 now'] = True
+        if part.key == 'ro_crate_entities':
+            body = json.loads(JOB_ENTITY.sub(lambda found: f'#job-{jobs.get(int(found.group(1))) or 0}', format_json(body)))
+        is_left = 'job_id' in part.ids and not body['job_id'] or str(body.get('entity_id')).startswith('#job-0-')
+        return {} if is_left else body
+
+    def change_late_jobs(self) -> None:
+        """What can be said of jobs only when all are there: they wait for one further down, or are disabled."""
+        ids, order = self.ids['jobs'], {row['id']: index for index, row in enumerate(self.rows['jobs'])}
+        for index, row in enumerate(self.rows['jobs']):
+            needs, is_disabled = row.get('depends_on_job_ids') or (), row.get('status') == 'disabled'
+            if is_disabled or any(order.get(old, 0) > index for old in needs):
+                self.client.call('update_job', {
+                    'workflow_id': self.workflow_id, 'name': row['name'], 'command': row['command'],
+                    'depends_on_job_ids': [ids[old] for old in needs if ids[old]],
+                    'status': 'disabled' if is_disabled else None}, id=ids[row['id']])
+
+
+# -------- databases of Torc --------
+
+def read_torc_database(path: str, wanted: Sequence[int]) -> List[Dict[str, Any]]:
+    """Documents of the workflows in a database of Torc, of any version; of all or of those wanted."""
+    # What is in a log counts: a server is at work, or was killed. Without one nothing need be written beside the
+    # database, whose directory may be read-only.
+    has_log = any(os.path.exists(path + end) for end in ('-wal', '-journal'))
+    name = f"file:{urllib.parse.quote(os.path.abspath(path))}?{'mode=ro' if has_log else 'immutable=1'}"
+    try:
+        with contextlib.closing(sqlite3.connect(name, isolation_level=None, uri=True)) as connection:
+            connection.execute('BEGIN')     # one view of what a server may change
+            tables = {row[0] for row in connection.execute('SELECT name FROM sqlite_master')}
+            if '_sqlx_migrations' not in tables:
+                raise BadInput(f'{path} is no database of Torc (from one of torc.py: `--db FILE workflows export`)')
+            found = torc_rows(connection, 'workflow', '1')
+            missing = sorted(set(wanted).difference(row['id'] for row in found))
+            if missing or not found:
+                known = first_of([f"{row['id']} ({row['name']})" for row in found]) or 'none'
+                raise NotFound(f"workflow {first_of(missing) or 'of any id'} not found in {path}, which has: {known}")
+            return [torc_document(connection, row, tables) for row in found if not wanted or row['id'] in wanted]
+    except (sqlite3.Error, ValueError) as error:
+        raise BadInput(f'cannot read {path}: {printable(str(error))}; try a copy of it, and of its -wal') from None
+
+
+def torc_document(connection: sqlite3.Connection, workflow: Dict[str, Any], tables: Set[str]) -> Dict[str, Any]:
+    """The document of one workflow."""
+    of = f"workflow_id = {workflow['id']}"
+    document = {part.key: [torc_model(part.resource, row) for row in torc_rows(connection, part.resource, of)]
+                for part in PARTS if part.resource in tables}       # type: Dict[str, Any]
+    by_id = {job['id']: job for job in document['jobs']}
+    for field, table, column in (*(row[1:4] for row in JOB_RELATIONS),
+                                 ('depends_on_job_ids', 'job_depends_on', 'depends_on_job_id'),
+                                 ('depends_on_job_ids', 'job_blocked_by', 'blocked_by_job_id')):    # of early versions
+        for row in torc_rows(connection, table, f'job_id IN (SELECT id FROM job WHERE {of})') if table in tables else ():
+            by_id[row['job_id']].setdefault(field, []).append(row[column])
+    return dict(document, export_version=EXPORT_VERSION, workflow=torc_model('workflow', workflow))
+
+
+def torc_rows(connection: sqlite3.Connection, table: str, condition: str) -> List[Dict[str, Any]]:
+    """Rows of a table."""
+    found = connection.execute(f'SELECT * FROM {table} WHERE {condition} ORDER BY rowid')
+    return [dict(zip([column[0] for column in found.description], row)) for row in found]
+
+
+def torc_model(resource: str, row: Dict[str, Any]) -> Dict[str, Any]:
+    """A row of Torc's database as the API shows it. ValueError."""
+    readers = {'bool': bool, '@JobStatus': STATUS_NAMES.get}    # type: Dict[str, Callable[[Any], Any]]
+    body = {}
+    for name, (kind, _) in model_fields(resource.title().replace('_', '') + 'Model').items():
+        value = row.get(name)
+        if isinstance(value, str) and (kind == 'any' or kind[0] in '[{@'):
+            value = parse_json(value)
+        elif isinstance(value, str) and resource == 'event' and kind == 'int':      # of early versions
+            value = int(parse_time(value) * 1000)
+        body[name] = readers[kind](value) if kind in readers and value is not None else value
+    return {name: value for name, value in body.items() if value is not None}
+
+
 # ======== 19. Rendering: values -> text for people and programs ========
 #
 # Owns how things look: tables, CSV, JSON documents, the status report, the progress line.
@@ -24975,7 +25246,7 @@ ANSWER_FORMATS = ('table', 'json', 'csv', 'tsv')
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
 RUNNER_COMMANDS = ('run', 'exec', 'slurm-job-runner')
-MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
+MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new', 'workflows import')      # they may make a database
 
 Arguments = Dict[str, Any]
 CommandFunction = Callable[[Any, Arguments], Any]   # of a Session
@@ -25851,12 +26122,74 @@ def cmd_update_action(session: Session, args: Arguments) -> Answer:
 def cmd_archive(session: Session, args: Arguments) -> Answer:
     """Hide workflows from lists, or show them again."""
     body = {'is_archived': args['is_archived']}
+    errors = []     # type: List[str]
     done, code = try_each(session, args['workflow_ids'] or [choose_workflow(session, {'workflow_id': None})],
-                          lambda number: session.call('archive_workflow', body, workflow_id=number)['id'])
+                          lambda number: session.call('archive_workflow', body, workflow_id=number)['id'], errors)
     status = 'success' if not code else 'partial_success' if done else 'error'
     word = 'Archived' if args['is_archived'] else 'Unarchived'
-    return Answer(dict(body, status=status, updated_workflows=done),
+    return Answer(dict(body, status=status, updated_workflows=done, **{'errors': errors} if errors else {}),
                   [f'{word} workflow {number}' for number in done], code=code)
+
+
+def cmd_export(session: Session, args: Arguments) -> Optional[Answer]:
+    """Show or write a workflow as a document."""
+    document, path = export_workflow(session.client, choose_workflow(session, args), args), args['output']
+    if path is None:
+        return session.show_json(document)
+    with writing(path, '--output'):
+        write_atomically(path, format_json_document(document).encode('utf-8', 'surrogatepass'), None)
+    number, name = document['workflow']['id'], document['workflow']['name']
+    counts = {key: len(document.get(key) or ()) for key in ('files', 'user_data', 'jobs', 'results', 'events')}
+    return Answer(dict(counts, success=True, workflow_id=number, workflow_name=name, output_file=path),
+                  [f'Wrote workflow {number} ({name}) to {path}'])
+
+
+def cmd_import(session: Session, args: Arguments) -> Answer:
+    """Make workflows from a document, or from a database of Torc."""
+    path, begin = args['file'], b''
+    with contextlib.suppress(OSError, ValueError), open(path, 'rb') as file:    # else read_input says why
+        begin = file.read(16)
+    try:
+        documents = read_torc_database(path, args['workflow_ids'] or ()) if begin == b'SQLite format 3\0' else \
+            [parse_json(read_input(session, path).decode('utf-8'))]
+    except ValueError as error:
+        raise BadInput(f'{path} is no exported workflow, which is JSON: {printable(str(error))}') from None
+    if args['name'] and len(documents) > 1:
+        raise BadInput(f'{path} has {len(documents)} workflows: choose that for --name with --workflow-id')
+    return import_documents(session, documents, path, args)
+
+
+def import_documents(session: Session, documents: List[Any], place: str, args: Arguments) -> Answer:
+    """Make workflows from documents: all of them or none."""
+    client, done = session.client, []   # type: Client, List[Import]
+    with client.transaction():
+        try:
+            for document in documents:
+                done.append(Import(client, document, args))
+                done[-1].run()
+        except BaseException as error:
+            if isinstance(error, TorcError):
+                error.message = f'{place}: {error.message}'
+            if not client.is_direct:
+                client.close()      # an answer may be on its way
+                for item in done:
+                    with contextlib.suppress(TorcError):    # its name says that it is not finished
+                        client.call('delete_workflow', workflow_id=item.workflow_id)
+            raise
+    session.report(*(f'warning: {place}: {text}' for item in done for text in item.warnings))
+    values = [{'success': True, 'workflow_id': item.workflow_id, 'workflow_name': item.name,
+               **{key: len(rows) for key, rows in item.rows.items()}} for item in done]
+    return Answer(values[0] if len(values) == 1 else {'items': values}, [
+        f"Made workflow {item.workflow_id} ({item.name}) with {counted(len(item.rows['jobs']), 'job')}. Run it with: "
+        + start_line(session, item.workflow_id) for item in done])
+
+
+def cmd_clone(session: Session, args: Arguments) -> Answer:
+    """Make another workflow like this one, without what its runs have left."""
+    document = export_workflow(session.client, choose_workflow(session, args), {})
+    workflow = document['workflow']
+    args = dict(args, name=args['name'] or f"{workflow['name']} (copy)")
+    return import_documents(session, [document], f"workflow {workflow['id']}", args)
 
 
 def cmd_init(session: Session, args: Arguments) -> Any:
@@ -26025,14 +26358,16 @@ def cmd_delete_workflows(session: Session, args: Arguments) -> Any:
                             for workflow in deleted], code=later or code)
 
 
-def try_each(session: Session, ids: Sequence[int], act: Callable[[int], Any]) -> Tuple[List[Any], int]:
-    """What an action returned for each id, and the exit code; the refusal of one does not stop the others."""
+def try_each(session: Session, ids: Sequence[int], act: Callable[[int], Any],
+             errors: Optional[List[str]] = None) -> Tuple[List[Any], int]:
+    """What an action returned for each id, and the exit code; `errors` gets the refusals, which stop no other."""
     done, code = [], 0
     for number in ids:
         try:
             done.append(act(number))
         except (NotFound, Denied, Refused) as error:
             session.report(f'torc: {error.message}')
+            (errors if errors is not None else []).append(error.message)
             code = error.exit
     return done, code
 
@@ -31888,6 +32223,11 @@ Commands without a file
     that name that was made in this directory, in whatever order the list is.
 
 All of it is one transaction. It is refused while runners are at work.
+
+A copy that has not run, of a workflow, for another database or for Torc; or of
+all workflows in a database of Torc
+        $ torc.py workflows export 1 -o study.json
+        $ torc.py --db new.db workflows import study.json
 ''',
 }
 
@@ -32290,6 +32630,16 @@ COMMANDS = (
         Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
         'workflows archive true 1'),
+    Command('workflows export', cmd_export, 'write a workflow as a JSON document, for `workflows import`', (
+        ASKED_WF, OUTPUT_FILE, Argument('--include-results', '', 'with results, and the nodes that they are of'),
+        Argument('--include-events', '', 'with events')), 'workflows export 1 -o study.json'),
+    Command('workflows import', cmd_import, 'make a workflow from a document, or from a database of Torc', (
+        Argument('FILE', '', 'document, - for stdin, or database'), NAME._replace(names='--name'),
+        Argument('--skip-results', '', 'without results'), Argument('--skip-events', '', 'without events'),
+        Argument('--workflow-id', 'ID', 'only this workflow of a database', parse_id, '*', key='workflow_ids')),
+        'workflows import study.json'),
+    Command('workflows clone', cmd_clone, 'make a workflow like another one, without its results', (
+        ASKED_WF, NAME._replace(names='--name')), 'workflows clone 1 --name again'),
 
     Command('jobs classify', cmd_classify, 'decide about the failure of a pending_failed job', (
         Argument('JOB', '', 'id of the job', parse_id, key='job_id'),
@@ -32851,7 +33201,7 @@ JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflow
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
 # Commands of Torc that are not there yet.
-PLANNED = ('config', 'workflows export', 'workflows import', 'self')
+PLANNED = ('config', 'self')
 
 
 class Parsed(Row):
