@@ -15876,6 +15876,18 @@ class WatcherTest(unittest.TestCase):
         self.assertEqual(('end', 'what failed is not run again: the hook said no', 1), self.step(watcher, 0.0, '1 failed'))
         self.assertEqual('recover', self.step(watcher, 0.0, '1 failed', run_id=101)[0])
 
+    def test_the_command_of_the_user_hears_of_ends_and_of_what_lasts(self):
+        for options, failures, said, events in (
+                ('plain', 0, '2 ready', ['', 'stuck']), ('keep', 0, '2 ready', ['', 'stuck', 'stuck']), ('once', 0, '2 ready', ['stuck']),
+                ('always', 1, '2 ready', ['', '']), ('always', torc.SCHEDULE_FAILURES, '2 ready', ['stuck']),
+                ('plain', 0, '2 completed', ['complete']), ('plain', 0, '1 failed', ['failed']), ('recover', 0, '1 failed', [''])):
+            watcher = self.watcher(options)
+            watcher.num_failures, watcher.asked_at, found = failures, self.NOW, []
+            for _ in events:
+                self.step(watcher, self.NOW, said)
+                found.append(watcher.next_step(self.NOW).event)
+            self.assertEqual(events, found, (options, said))
+
 
 # ======== 18. Remote ========
 #
@@ -21199,68 +21211,49 @@ class ShellTest(WorldTest):
             self.assertExit(0, self.world.main(*shlex.split(line)))
 
     def test_words_become_commands_options_values_and_ids_with_their_names(self):
-        table = rows_of("""
-            shell  words                            exit  said
-            bash   sta                              0     status
-            bash   log                              0     logs
-            bash   logs b                           0     bundle
-            bash   jobs                             0     jobs
-            bash   hpc _                            0     list,detect,show,partitions,match,generate
-            bash   run --progr                      0     --progress
-            bash   run --progress _                 0     none,plain,bar
-            bash   run --progress=b                 0     --progress=bar
-            bash   run --progress = b               0     bar
-            bash   run --progress =                 0     none,plain,bar
-            bash   jobs list 1 -s uni               0     uninitialized
-            bash   -f json jobs list -s uni         0     uninitialized
-            bash   -f c                             0     csv
-            bash   help recov                       0     recovery,recover
-            bash   completions _                    0     bash,zsh,fish
-            bash   status _                         0     2,1
-            bash   delete 1 _                       0     2,1
-            bash   status 1 _                       0     -
-            bash   run _                            1     2,1
-            bash   run 1                            1     1
-            bash   run w                            1     -
-            bash   create _                         1     -
-            bash   run -o _                         1     -
-            bash   exec -- _                        1     -
-            bash   run --num-cpus _                 0     -
-            bash   logs 1 _                         0     1,2
-            bash   results list 1 --job-id _        0     1,2
-            bash   results list --job-id _          0     -
-            bash   jobs create 1 -b 1 _             0     1,2
-            bash   --db=away.db status _            0     -
-            bash   --db torc_output/torc.db status  0     status
-            bash   nonsense --what _                0     -
-            zsh    status _                         0     2:other\\n2,1:study:1
-            zsh    run --progress b                 0     bar:
-            fish   status _                         0     2|other\\n2,1|study:1
-            """)
-        for row in table:
+        for row in rows_of("""
+                shell  words                        exit  said
+                bash   log                          0     logs
+                bash   logs b                       0     bundle
+                bash   hpc _                        0     list,detect,show,partitions,match,generate
+                bash   run --progr                  0     --progress
+                bash   run --progress=b             0     --progress=bar
+                bash   run --progress = _           0     none,plain,bar
+                bash   -f json jobs list 1 -s uni   0     uninitialized
+                bash   help recov                   0     recovery,recover
+                bash   delete 1 _                   0     2,1
+                bash   status 1 _                   0     -
+                bash   run _                        1     2,1
+                bash   run w                        1     -
+                bash   run -o _                     1     -
+                bash   exec -- _                    1     -
+                bash   run --num-cpus _             0     -
+                bash   logs 1 _                     0     1,2
+                bash   results list 1 --job-id _    0     1,2
+                bash   jobs create 1 -b 1 _         0     1,2
+                bash   --db=away.db status _        0     -
+                bash   nonsense --what _            0     -
+                zsh    status _                     0     2:other\\n2,1:study:1
+                fish   status _                     0     2|other\\n2,1|study:1
+                """):
             words = ['' if word == '_' else word for word in row['words'].split()]
             with self.subTest(row['words'], shell=row['shell']):
                 found = self.world.main('completions', row['shell'], '--', *words)
                 said = ','.join(found.out.replace('\t', '|').splitlines())
                 self.assertEqual((int(row['exit']), row['said'], ''), (found.code, said, found.err))
-        self.assertFalse(os.path.exists(self.world.path('away.db')))
         listed = self.world.main('completions', 'bash', '--', 'status', '', env={'COMP_TYPE': '63'})
         self.assertEqual('2  other\\n2\n1  study:1\n', listed.out)
-        for words in (['run', ''], ['status', ''], ['logs', '1', '']):      # where there is no database
-            os.makedirs(self.world.path('empty'), exist_ok=True)
-            found = self.world.cli('completions', 'bash', '--', *words, cwd=self.world.path('empty'))
-            self.assertEqual(('', '', []), (found.out, found.err, os.listdir(self.world.path('empty'))))
+        os.mkdir(self.world.path('empty'))      # there is no database
+        found = self.world.cli('completions', 'bash', '--', 'run', '', cwd=self.world.path('empty'))
+        self.assertEqual((1, '', '', []), (*found, os.listdir(self.world.path('empty'))))
+        self.assertFalse(os.path.exists(self.world.path('away.db')))
 
     def test_a_server_that_does_not_answer_holds_up_no_line_and_other_shells_are_refused(self):
         with socket.socket() as mute:
             mute.bind(('127.0.0.1', 0))
             mute.listen(1)
-            url = f'http://127.0.0.1:{mute.getsockname()[1]}'
-            with unittest.mock.patch('torc.signal.alarm') as alarm:
-                self.world.main('completions', 'bash', '--', 'sta')
-            self.assertEqual([unittest.mock.call(2), unittest.mock.call(0)], alarm.mock_calls)
-            found = self.world.cli('completions', 'bash', '--', '--url', *re.split('(:)', url), 'status', '')
-            self.assertEqual((-signal.SIGALRM, '', ''), tuple(found))
+            words = '--url', 'http', ':', '//127.0.0.1', ':', mute.getsockname()[1], 'status', ''      # as bash splits it
+            self.assertEqual((-signal.SIGALRM, '', ''), tuple(self.world.cli('completions', 'bash', '--', *words)))
         for name in ('elvish', 'powershell'):
             self.assertExit(2, self.world.main('completions', name), f'{name!r} is none of bash, zsh, fish')
 
@@ -21294,7 +21287,7 @@ class ShellTest(WorldTest):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, 'w') as file:
                 file.write(text + ('' if shell == 'fish' else 'torc() { printf "<%s>" "$@"; echo; }\n'))
-            lines = 'torc stat\t1\ntorc run wor\t\ntorc run --progress pl\t1\ntorc status \t\ntorc --db=torc_output/torc.db delete \t\nexit\n'
+            lines = 'torc stat\t1\ntorc run wor\t\ntorc run --progr\tpl\t1\ntorc status \t\ntorc --db=torc_output/torc.db delete \t\nexit\n'
             with self.subTest(shell):       # a session leader that opens a terminal without one gets it
                 _, shown = on_terminal(self.world, ['sh', '-c', 'exec "$@" <"$(tty)"', 'sh', shell, '-i'], lines, 'ready> ', XDG_DATA_HOME=home + '/.local/share', TORC_USERNAME='tester')
                 said = ['<status><1>', '<run><workflow.yaml>', '<run><--progress><plain><1>', '<status><1>', '<--db=torc_output/torc.db><delete><1>']
@@ -23966,7 +23959,7 @@ class HostileTextLaws(WorldTest):
         'status {}', 'run {}', 'create {}', 'exec --dry-run -c {} --param {}', 'exec --dry-run -c {} --param {}=1',
         'jobs create-from-file 1 {}', 'events monitor 1 --filename /{}/{}', '--db {} status', '--url {} status',
         '--url http://{}/ status', 'jobs reset-status --failed-only --workflow-id 1 --dry-run --no-prompts',
-        """admin sql 'SELECT name AS "=\x9b\u202e\nforged", -1 AS "-n" FROM job'""", 'admin sql {}',
+        'completions bash -- status 1', 'completions zsh -- logs 1 1', 'completions fish -- status 1', """admin sql 'SELECT name AS "=\x9b\u202e\nforged", -1 AS "-n" FROM job'""", 'admin sql {}',
         'create hostile.yaml', 'create --dry-run hostile.yaml',
         'create --dry-run broken.yaml', 'create --dry-run broken.json', 'create --dry-run broken.kdl', 'run broken.json5')
     OWN_PROCESS = ('run', 'exec')       # with signals and runners of their own

@@ -27228,8 +27228,8 @@ def cmd_monitor_node(session: Session, args: Arguments) -> Any:
     workflow = {'resource_monitor_config': dict(args, compute_node=node)}       # type: Dict[str, Any]
     if number is not None:
         workflow = session.workflow(number)
-        session.client.close()      # an embedded database is for others meanwhile
         label = f"wf{number}_{label}_r{workflow.get('run_id') or 0}"
+        session.client.close()      # an embedded database is for others meanwhile
     settings = monitor_settings(workflow)
     if not settings.node:
         session.report(f'workflow {number} does not measure nodes: set compute_node: {{enabled: true}} in its '
@@ -31692,8 +31692,8 @@ PLAN_OPTIONS = (
 )
 JOB_PREFIX_OPTION = Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs (default: the '
                              'name of the workflow)')
-NOTIFY = Argument('--notify', 'CMD', 'give this to a shell when the workflow is complete, has failed, or is '
-                  'stuck (see: help recovery)', lambda text: split_command(text, '--notify') and text)
+NOTIFY = Argument('--notify', 'CMD', 'give this to a shell when the workflow is complete, has failed or is '
+                  f'stuck, for {NOTIFY_LIMIT_S:g} s at most (see: help recovery)', lambda text: split_command(text, '--notify') and text)
 # Of recover, and of watch, which calls it.
 RECOVER_OPTIONS = (
     OUTPUT_DIR,
@@ -33037,18 +33037,13 @@ def argument_rows(arguments: Sequence[Argument]) -> Iterator[Tuple[str, str]]:
         yield f"{', '.join(argument.names.split())} {argument.value}".strip(), meaning
 
 
-def format_arguments(arguments: Sequence[Argument]) -> str:
-    """Two columns: names with their value, and meaning."""
-    return format_rows(argument_rows(arguments))
-
-
 def format_command_help(words: str) -> str:
     """Help on a command, or the commands of a group."""
     program = program_name()
     group = [command for command in COMMANDS if command.name.startswith(words + ' ')]
     if words in COMMANDS_BY_NAME:
         command = COMMANDS_BY_NAME[words]
-        arguments = '\n' + format_arguments(command.arguments) if command.arguments else ''
+        arguments = '\n' + format_rows(argument_rows(command.arguments)) if command.arguments else ''
         sentence = command.help[0].upper() + command.help[1:] + '.'
         more = f"See also: {', '.join(other.name for other in group)}\n" if group else ''
         return (f'Usage: {program} {format_usage(command)}\n\n{sentence}\n{arguments}\n'
@@ -33082,7 +33077,7 @@ def format_all_commands() -> str:
     """Topic `commands`: every command, then the options of all."""
     rows = format_rows(((format_usage(command), command.help) for command in COMMANDS), limit=48)
     return (f'Commands:\n{rows}\nOptions of all commands, before or after the command:\n'
-            f'{format_arguments(GLOBAL_ARGUMENTS)}')
+            f'{format_rows(argument_rows(GLOBAL_ARGUMENTS))}')
 
 
 def format_man_page() -> str:
