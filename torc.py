@@ -27118,7 +27118,8 @@ def describe_main(graph: Dict[str, Any], main: str, name: str, runs: Sequence[st
 def make_crate(workflow: Dict[str, Any], items: Sequence[Dict[str, Any]], root: str) -> Dict[str, Any]:
     """Metadata of a crate about the directory `root`, from a workflow and its stored entities."""
     base, spec, name = base_directory(workflow), workflow.get('spec_path') or '', workflow['name']
-    graph, user, profiles = stored_entities(items, base, root), '#user-' + workflow['user'], CRATE_PROFILES[:1]
+    user, profiles = '#user-' + urllib.parse.quote(workflow['user']), CRATE_PROFILES[:1]
+    graph = stored_entities(items, base, root)
     about = {'name': name, 'description': workflow.get('description') or name, 'license': 'not stated',
              'datePublished': datetime.date.today().isoformat(), 'author': refer(user),
              **graph.pop('./', {}), '@id': './', '@type': ['Dataset']}
