@@ -13475,8 +13475,6 @@ class Connection:
         except TorcError as error:
             self.refuse(error)
 
-    # ---- reading ----
-
     def receive(self, deadline: float) -> bool:
         """More of what the client sends; False if it has ended, or has not begun in time."""
         left_s = deadline - time.monotonic()
@@ -13531,8 +13529,6 @@ class Connection:
             self.identity = self.identity._replace(nonce='')
             raise Denied('the body is not the one that was signed', http=401)
         return body
-
-    # ---- answering ----
 
     def answer(self, body: bytearray) -> None:
         """Have a complete request carried out, and send the answer."""
@@ -14481,8 +14477,8 @@ def say_once(pipe: io.TextIOWrapper, *texts: str) -> None:
 
 def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -> None:
     """Drop what was inherited: signals, terminal, pipes, logging. Inherited descriptors are pointed at
-    /dev/null, not closed: objects of the caller's that die in this process close their numbers, which might be
-    ours by then. `make_handler` gets the arguments."""
+    /dev/null, not closed: objects of the caller's that die in this process close their numbers, which might
+    be ours by then. `make_handler` gets the arguments."""
     signal.set_wakeup_fd(-1)
     for number in (*STOP_NUMBERS[1:], signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT,
                    signal.SIGXCPU, signal.SIGTSTP, signal.SIGCONT):
@@ -14654,12 +14650,10 @@ class TlsSettings(Row):
 
 
 class HttpConnection:
-    """One HTTP connection, kept alive: a request goes out, its answer comes back. Errors are OSErrors.
-
-    Answers are read by http.client. Its own connections are not used: a request that went out may have been
-    done, so that callers decide whether it goes out again. Proxies named in the environment are not used:
-    they seldom lead to a login node's ports.
-    """
+    """One HTTP connection, kept alive. Errors are OSErrors. Answers are read by http.client. Its own
+    connections are not used: a request that went out may have been done, so that callers decide whether it
+    goes out again. Proxies named in the environment are not used: they seldom lead to a login node's
+    ports."""
 
     def __init__(self, address: Address, tls: Optional[TlsSettings] = None,
                  limit_s: float = CONNECT_DEADLINE_S) -> None:
@@ -15644,16 +15638,22 @@ def installation_of(prefix: str) -> Tuple[str, str]:
     return os.path.join(prefix, 'bin', 'torc'), os.path.join(prefix, 'lib', 'torc', 'torc.py')
 
 
-def write_installation(launcher: str, module: str) -> None:
-    """Put module and launcher in place, each as a whole, and compile the module. OSError."""
-    source = os.path.abspath(globals().get('__file__') or '')   # a script that comes through stdin has none
+@functools.lru_cache(maxsize=None)
+def own_program() -> Tuple[bytes, str]:
+    """This very file, and its hash. BadInput if there is none, as for a script that comes through stdin."""
+    source = os.path.abspath(globals().get('__file__') or '')
     if not os.path.isfile(source):
         raise BadInput('the file of this program is gone: install from a file that is there')
+    with open(source, 'rb') as file:
+        program = file.read()
+    return program, hashlib.sha256(program).hexdigest()
+
+
+def write_installation(launcher: str, module: str) -> None:
+    """Put module and launcher in place, each as a whole, and compile the module. OSError, BadInput."""
     for path in (launcher, module):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.realpath(source) != os.path.realpath(module):
-        with open(source, 'rb') as file:
-            write_atomically(module, file.read(), 0o644)
+    write_atomically(module, own_program()[0], 0o644)
     py_compile.compile(module, optimize=0)      # without -O, as the launcher starts it
     text = LAUNCHER.format(python=shlex.quote(sys.executable), library=os.path.dirname(module))
     write_atomically(launcher, text.encode('utf-8', 'surrogateescape'), 0o755)
@@ -17238,12 +17238,10 @@ def parse_config(text: str) -> Dict[str, str]:
 
 def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]],
                      config: Dict[str, str]) -> List[Partition]:
-    """Partitions from the output of sinfo and scontrol: the default one first, then in sinfo's order.
-
-    With select/linear (slurm.conf(5)) every job gets whole nodes, without it those of a partition with
+    """Partitions from the output of sinfo and scontrol: the default one first, then in sinfo's order. With
+    select/linear (slurm.conf(5)) every job gets whole nodes, without it those of a partition with
     OverSubscribe=EXCLUSIVE. One that sets no default memory has that of the cluster. What is for some
-    accounts, groups or QOS only, or may be pushed aside by jobs of others, is chosen last.
-    """
+    accounts, groups or QOS only, or may be pushed aside by jobs of others, is chosen last."""
     found, preempted = {}, {name for name, record in records.items()
                             if record.get('PreemptMode', 'OFF').upper() not in ('OFF', '')}
     is_linear = config.get('SelectType', '').endswith('linear')
@@ -18155,11 +18153,9 @@ def judge_submission(reply: Reply) -> Dict[str, Any]:
 def pin_program(output_dir: str) -> str:
     """Keep a compiled copy of this very file in an output directory; the path of its launcher. OSError. An
     upgrade, or another version in the user's PATH, must not change what a queued allocation runs."""
-    source = os.path.abspath(globals().get('__file__') or '')
-    with open(source, 'rb') as file:
-        mark = hashlib.sha256(file.read())
-    mark.update(f'{sys.executable} {sys.implementation.cache_tag}'.encode('utf-8', 'surrogateescape'))
-    made = installation_of(os.path.join(output_dir, f'torc-{mark.hexdigest()[:12]}'))
+    made_of = f'{own_program()[1]} {sys.executable} {sys.implementation.cache_tag}'
+    mark = hashlib.sha256(made_of.encode('utf-8', 'surrogateescape')).hexdigest()[:12]
+    made = installation_of(os.path.join(output_dir, f'torc-{mark}'))
     if not all(map(os.path.isfile, made)):
         write_installation(*made)
     return made[0]
@@ -18246,14 +18242,12 @@ def step_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
 
 def step_flags(job_id: str, name: str, needs: Needs, node_names: Sequence[str], left_s: float,
                config: Dict[str, Any]) -> List[str]:
-    """The arguments of srun before the program, in the order of the page "Execution Modes".
-
-    `node_names`: those chosen for the step, none in an allocation of one node. Without --mem a step takes all
-    memory of its job, without --gres all GPUs. With --mem=0 it may use what the job has and takes nothing
-    away from others (srun(1)): so run jobs that state none. A step of one task is cut down to one node
-    (22.05: "can't run 1 processes on 2 nodes"), so one of several has a task on each, of which the first runs
-    the job. A site's WaitTime would end the step when the others have ended.
-    """
+    """The arguments of srun before the program, in the order of the page "Execution Modes". `node_names`:
+    those chosen for the step, none in an allocation of one node. Without --mem a step takes all memory of its
+    job, without --gres all GPUs. With --mem=0 it may use what the job has and takes nothing away from others
+    (srun(1)): so run jobs that state none. A step of one task is cut down to one node (22.05: "can't run 1
+    processes on 2 nodes"), so one of several has a task on each, of which the first runs the job. A site's
+    WaitTime would end the step when the others have ended."""
     num_nodes, memory_mb, early = max(1, needs.num_nodes), 0, config.get('srun_termination_signal')
     if needs.memory_bytes > UNSTATED_MEMORY_BYTES:
         memory_mb = max(LEAST_STEP_MB, -(-needs.memory_bytes // 1024 ** 2))
@@ -18348,8 +18342,7 @@ def kill_rest():
 
 def passes_signals():
     """Whether Slurm signals this process alone: proctrack/cgroup does (but for SIGKILL), which has a control
-    group for the step, of the freezer or of version 2. proctrack/linuxproc signals all that is below as well.
-    """
+    group for the step, of the freezer or of version 2. proctrack/linuxproc signals all that is below, too."""
     try:
         with open('/proc/self/cgroup') as file:
             groups = [line.rstrip('\n').split(':', 2)[1:] for line in file]
@@ -18655,12 +18648,10 @@ def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, Tuple[Optional[
 
 
 def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
-    """Output of sacct in SACCT_FORMAT -> name of a step -> what it says, for these names.
-
-    They are compared here, since --name meant the job's name in some versions. Of several steps with a name
-    the last one counts: sacct prints them in their order, those of a requeued job's earlier runs (-D) first.
-    The state may be missing, as on that page.
-    """
+    """Output of sacct in SACCT_FORMAT -> name of a step -> what it says, for these names. They are compared
+    here, since --name meant the job's name in some versions. Of several steps with a name the last one
+    counts: sacct prints those of a requeued job's earlier runs (-D) first. The state may be missing, as on
+    that page."""
     records = {}
     for name, *sizes, cpu, last in read_slurm_rows(text, 7):
         if name in names:
@@ -19529,11 +19520,10 @@ def describe_node(context: NodeContext) -> Dict[str, Any]:
     """What a runner says of itself and its nodes when it registers."""
     nodes = context.ledger.nodes
     body = {'workflow_id': context.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
-            'start_time': format_time(time.time()), 'num_nodes': len(nodes),
-            'num_cpus': sum(node.num_cpus for node in nodes),
+            'start_time': format_time(time.time()), 'compute_node_type': 'local', 'is_active': True,
+            'num_nodes': len(nodes), 'num_cpus': context.ledger.num_cpus,
             'memory_gb': sum(node.memory_bytes for node in nodes) / 1024 ** 3,
-            'num_gpus': sum(len(node.devices) for node in nodes),
-            'compute_node_type': 'local', 'is_active': True}
+            'num_gpus': sum(len(node.devices) for node in nodes)}
     end_time = context.end_time()
     if end_time is not None:
         body['end_time'] = format_time(end_time)
@@ -20810,12 +20800,10 @@ def cancel_argv(job_id: str, numbers: Sequence[str], signal_name: str = '') -> L
 
 
 def end_steps(directory: str, job_id: str) -> None:
-    """Kill all steps of a runner that has died, or leaves, by what its directory says.
-
-    The directory is moved away first: a step that begins only now finds no notes, and ends. When both
-    processes of srun(1) are killed, its step runs on (22.05): it is the second that cancels it for the first.
-    So the runner's keeper does it for a runner that was killed.
-    """
+    """Kill all steps of a runner that has died, or leaves, by what its directory says. That is moved away
+    first: a step that begins only now finds no notes, and ends. When both processes of srun(1) are killed,
+    its step runs on (22.05): it is the second that cancels it for the first. So the runner's keeper does it
+    for a runner that was killed."""
     gone = f'{directory}.gone'
     try:
         os.rename(directory, gone)
@@ -20829,8 +20817,8 @@ def end_steps(directory: str, job_id: str) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-# When a step is ended of which nothing more is to be expected: what must hold, for so long; the reason, for the
-# log; and what its end then means, as one of STEP_SIGNS.
+# When a step is ended of which nothing more is to be expected: what must hold, for so long; the reason, for
+# the log; and what its end then means, as one of STEP_SIGNS.
 WATCHDOGS = (
     (lambda step: step.notes.return_code is not None, 20.0, 'its srun does not end', ''),
     (lambda step: step.is_gone, 20.0, 'nothing of it lives any more', 'stepd'),
@@ -20930,8 +20918,6 @@ class SlurmStarter(Part):
         if self.launcher.keeper is not None:    # for when this process has died
             self.launcher.keeper.call('at_end', 'end_steps', self.directory, self.allocation.job_id)
 
-    # ---- starting ----
-
     def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any]) -> None:
         """Start srun for an attempt; otherwise as DirectStarter.start."""
         context, allocation = self.context, self.allocation
@@ -20968,8 +20954,6 @@ class SlurmStarter(Part):
         os.close(create_file(f'{step.stem}.notes', 0o600))
         return create_file(f'{step.stem}.err', 0o600)
 
-    # ---- while it runs ----
-
     def early_at(self, step: Step) -> float:
         """When a step gets the early signal: so long before it is stopped, be it sooner than was thought."""
         stop_at = min(step.stop_at, self.context.stop_at)
@@ -20997,8 +20981,8 @@ class SlurmStarter(Part):
                     early.append(attempt)
             given_up = step.watch(now) if now >= self.look_at else None
             if given_up:
-                reason, step.sign = given_up
-                self.context.log.write(f'Step is given up: {reason}', 'warning', **self.context.names(attempt))
+                why, step.sign = given_up
+                self.context.log.write(f'Step is given up: {why}', 'warning', **self.context.names(attempt))
             if given_up or now >= step.kill_at:
                 killed.append(attempt)
         self.look_at = self.look_at if now < self.look_at else now + WATCH_S
@@ -21018,8 +21002,6 @@ class SlurmStarter(Part):
         if numbers:
             argv = cancel_argv(self.allocation.job_id, numbers, '' if name == 'KILL' else name)
             self.launcher.query(argv, SLURM_QUERY_S, on_answer, query_variables())
-
-    # ---- stopping ----
 
     def began_at(self, attempt: Attempt) -> float:
         """When a job began (monotonic), by the clock of its node; now, if it has not."""
@@ -21056,8 +21038,6 @@ class SlurmStarter(Part):
         end_steps(self.directory, self.allocation.job_id)
         with contextlib.suppress(OSError):      # others are in use, or it was never made
             os.rmdir(os.path.dirname(self.directory))
-
-    # ---- what an end means ----
 
     def on_step_end(self, attempt: Attempt, on_end: Callable[[Process], Any], process: Process) -> None:
         """srun has ended: put the job's own end in the place of srun's."""
@@ -22055,7 +22035,7 @@ def prepare_allocation(client: Any, context: NodeContext) -> None:
 
 
 def finish_allocation(runner: Runner, client: Any) -> None:
-    """What a runner in a Slurm job does when it has left the workflow, until a signal, or its time is over."""
+    """What a runner in a Slurm job does when it has left the workflow, until a signal or its time's end."""
     context, left_s = runner.context, runner.context.end - time.monotonic()
     is_stopped = runner.shutdown.interrupted_by is not None
     limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
@@ -22178,13 +22158,6 @@ def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: s
             seen.requeued += [number] if is_back and row['status'] == 'active' else []
         seen.doubts += [doubt] if doubt else []
     return seen
-
-
-def ask_cluster_name(rows: Sequence[Dict[str, Any]]) -> str:
-    """The cluster that Slurm's programs speak of here, if a row of a survey names one; '' if not known."""
-    if not any(row['cluster'] for row in rows):
-        return ''
-    return parse_config(ask_slurm(slurm_argv('scontrol', 'show', 'config')).out).get('ClusterName', '')
 
 
 def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
@@ -22885,13 +22858,10 @@ LASTING_ALLOCATION_S = 1800.0   # jobs that were interrupted so long after a sub
 
 
 class WatchStep(Row):
-    """What is to be done now.
-
-    `wait` until the next poll; `look`: ask Slurm which allocations are there, and clean up after those that
-    are gone; `count`: ask the server for jobs that nothing is planned for; `schedule`: plan and submit
-    allocations for all jobs that are left, or those that were counted; `recover`: run what failed again,
-    with what it lacked; `end`.
-    """
+    """What is to be done now: `wait` until the next poll; `look`: ask Slurm which allocations are there, and
+    clean up after those that are gone; `count`: ask the server for jobs that nothing is planned for;
+    `schedule`: plan and submit allocations for all jobs that are left, or those that were counted; `recover`:
+    run what failed again, with what it lacked; `end`."""
     name: str
     reason: str = ''        # for people
     exit: int = 0           # of an end
@@ -23467,14 +23437,6 @@ class Ssh(Row):
             if error:
                 raise Unreachable(f'the connection was cut ({error}): the same command goes on from there')
         return known
-
-
-@functools.lru_cache(maxsize=None)
-def own_program() -> Tuple[bytes, str]:
-    """This very file, and its hash."""
-    with open(os.path.abspath(globals().get('__file__') or ''), 'rb') as file:
-        program = file.read()
-    return program, hashlib.sha256(program).hexdigest()
 
 
 def format_order(order: Order, is_sent: bool = False) -> bytes:
@@ -29148,7 +29110,11 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
     survey, seen = session.call('survey_allocations', workflow_id=workflow_id), AllocationsSeen()
     rows = survey['allocations']
     if rows:
-        seen = look_at_allocations(rows, ask_slurm(own_jobs_argv(SEEN_FORMAT)), ask_cluster_name(rows))
+        config = {}     # of the cluster that Slurm's programs speak of here, where it makes a difference
+        if any(row['cluster'] for row in rows):
+            config = parse_config(ask_slurm(slurm_argv('scontrol', 'show', 'config')).out)
+        queue = ask_slurm(own_jobs_argv(SEEN_FORMAT))
+        seen = look_at_allocations(rows, queue, config.get('ClusterName', ''))
     if seen.gone:
         since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
         argv = sacct_argv(seen.gone, since, END_FORMAT, '-X')       # their last runs
