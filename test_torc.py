@@ -66,7 +66,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     17c. Watching
     18. Remote
     19. Rendering
-    19c. Reports of a workflow
+    19b. Reports of a workflow
     20. Commands
     20a. Workflows
     20b. Logs
@@ -16615,7 +16615,7 @@ class PlotTest(WorldTest):
         self.assertIn('job_3', self.plot(path))
 
 
-# ======== 19c. Reports of a workflow ========
+# ======== 19b. Reports of a workflow ========
 
 
 MARKUP = '</title><script>alert(1)</script><img src=x onerror=y>"\'&`|*_[a](b)\\#'

@@ -21,7 +21,7 @@ Sections (grep '^# ==' torc.py):
     6. Schema, 6a. Capacity
     7. Store
     8. Service, 8a. Creation, 8b. Initialization, 8c. Claims, 8d. Completion, 8e. Nodes, 8f. Reasons,
-        8g. Resources, 8h. Administration, 8i. Ad-hoc SQL, 8j. Recovery rules, 8k. Drawings
+        8g. Resources, 8h. Administration, 8i. Ad-hoc SQL, 8j. Recovery rules, 8k. Drawings, 8l. Plots
     9. API, 9a. Routes
     10. State files, 10a. Framing, 10b. Access, 10c. Streams, 10d. Connections, 10e. Server,
         10f. Serving
@@ -34,7 +34,7 @@ Sections (grep '^# ==' torc.py):
         16e. Runner's steps, 16f. Runner's accounting, 16g. Runner's allocation, 16h. Runner's loop
     17. Recovery, 17a. Diagnosis, 17b. Regeneration, 17c. Watching
     18. Remote, 18a. Exchange
-    19. Rendering, 19a. Reports, 19b. Plots, 19c. Reports of a workflow
+    19. Rendering, 19a. Reports, 19b. Reports of a workflow
     20. Commands, 20a. Workflows, 20b. Logs, 20c. Runs, 20d. Allocations, 20e. Clusters,
         20f. Recovery commands, 20g. Recover, 20h. Watch, 20i. Remote commands, 20j. Service,
         20k. Terminal view, 20l. Arguments, 20m. Manual
@@ -540,6 +540,12 @@ def parse_memory(text: str, default_unit: str = '') -> int:
     return value
 
 
+def report_memory(value_bytes: float) -> str:
+    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
+    megabytes = value_bytes / 1024 ** 2
+    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
+
+
 def counted(number: int, noun: str, verbs: str = '') -> str:
     """(1, 'job') -> '1 job', (2, 'job') -> '2 jobs'; (2, 'job', 'waits/wait') -> '2 jobs wait'."""
     one, _, many = verbs.partition('/')
@@ -701,6 +707,14 @@ def format_time(value_s: float) -> str:
     """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'; the nearest with a year of four digits."""
     whole, milliseconds = divmod(int(round(min(max(value_s, -30610224000), 253402300799) * 1000)), 1000)
     return f'{format_second(whole)}.{milliseconds:03d}Z'
+
+
+def format_local_time(text: Optional[str]) -> str:
+    """RFC 3339 text -> local time '2026-11-21 10:28:54 +0100'; a text that is no time stays as it is."""
+    try:
+        return time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(parse_time(text or '')))
+    except (ValueError, OverflowError, OSError):
+        return text or ''
 
 
 def format_elapsed(value_s: float) -> str:
@@ -11032,6 +11046,284 @@ def format_svg(drawing: Values, style: str = '') -> str:
     rules = f'<style>{style}</style>' if style else ''
     return (f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{rules}'
             f'<title>{xml_text(drawing["title"])}</title>{"".join(map(element, drawing["shapes"]))}</svg>\n')
+
+
+# ======== 8l. Plots: time series of the monitor -> figures, and the page that draws them ========
+#
+# Reads the databases resource_metrics_*.db of runners (Torc's tables), also while they are written, and
+# makes a figure for each job, for all jobs and for the nodes: one of Plotly, as in Torc, with a panel for
+# each measure. As HTML it follows PLOT_PAGE (at the end of this file), whose script draws it without network.
+# Only SeriesFile speaks SQL, and only to these files; only write_plots writes.
+#
+# A line has at most LINE_POINTS points: of each of its stretches the lowest and the highest are kept, so
+# that no peak is lost. Samples of one job from several files (attempts on several nodes) are lines of
+# their own.
+
+LINE_POINTS = 800           # of a line: about the pixels of a page's width
+LINES_DRAWN = 300           # of a figure of all jobs; the rest is left out
+# What sqlite3 raises for a damaged file; the second for an error message that quotes it.
+UNREADABLE = sqlite3.DatabaseError, UnicodeDecodeError
+GAP_S = 120                 # without samples: the line is broken there, if that is much for it
+
+# Seconds since the epoch, CPU percent, bytes, processes; None: not measured.
+Sample = Tuple[float, Optional[float], Optional[float], Optional[float]]
+Recorded = List[Tuple[str, List[Sample]]]   # samples by label of the file
+Figure = Dict[str, Any]                 # of Plotly: 'data' and 'layout'
+JobPeaks = Tuple[int, str, Dict[str, float]]    # a job in the overview: id, name, peaks by axis
+
+
+def finite(value: Any) -> Optional[float]:
+    """A number from a file; None for NULL, and 0 for anything else, as in Torc."""
+    if value is None:
+        return None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+class SeriesFile:
+    """One database of a monitor, opened for reading. BadInput if it is none."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.label = printable_line(re.sub(r'\Aresource_metrics_|\.db\Z', '', os.path.basename(path)))
+        if not os.path.isfile(path):
+            raise BadInput(printable(f'{path} not found'))
+        try:
+            self.database = self.open('mode=ro')
+        except sqlite3.OperationalError:    # WAL in a directory where nothing may be made: nobody writes it
+            try:
+                self.database = self.open('immutable=1')
+            except UNREADABLE as error:
+                raise BadInput(printable(f'{path} cannot be read: {error}')) from None
+
+    def open(self, how: str) -> sqlite3.Connection:
+        """A connection that has read something."""
+        name = urllib.parse.quote(os.path.abspath(self.path))
+        database = sqlite3.connect(f'file:{name}?{how}', uri=True, timeout=10)
+        database.text_factory = lambda data: data.decode('utf-8', 'replace')
+        try:
+            self.tables = {row[0] for row in database.execute('SELECT name FROM sqlite_master')}
+        except sqlite3.OperationalError:
+            database.close()
+            raise
+        except UNREADABLE:
+            self.tables = set()
+        if not self.tables & {'job_resource_samples', 'system_resource_samples'}:
+            database.close()
+            raise BadInput(printable(f'{self.path} is no time series: name a file resource_metrics_*.db, '
+                                     'which a run with `granularity: time_series` writes'))
+        return database
+
+    def rows(self, table: str, columns: str, condition: str = '', *values: Any) -> List[Any]:
+        """Rows of a table; [] if there is no such table."""
+        words = f'SELECT {columns} FROM {table} {condition}'
+        try:
+            return self.database.execute(words, values).fetchall() if table in self.tables else []
+        except UNREADABLE as error:
+            raise BadInput(printable(f'{self.path} cannot be read: {error}')) from None
+
+    def job_ids(self) -> List[int]:
+        """Jobs that were sampled."""
+        rows = self.rows('job_resource_samples', 'DISTINCT job_id')
+        return [number for number, in rows if isinstance(number, int)]
+
+    def job_names(self) -> Dict[int, Tuple[float, str]]:
+        """Job -> highest memory of its results, 0 if that is not known, and its name."""
+        return {number: (finite(peak[0] if peak else 0) or 0.0, printable_line(str(name)))
+                for number, name, *peak in self.rows('job_metadata', '*')}
+
+    def samples(self, job_id: Optional[int] = None) -> List[Sample]:
+        """Samples of a job, or of the node with its whole memory in the place of processes, by time."""
+        table, last, condition, *values = ('job_resource_samples', 'num_processes', 'job_id = ? AND', job_id) \
+            if job_id is not None else ('system_resource_samples', 'total_memory_bytes', '')
+        rows = self.rows(table, f'timestamp, cpu_percent, memory_bytes, {last}',
+                         f'WHERE {condition} timestamp IS NOT NULL ORDER BY timestamp', *values)
+        return [tuple(map(finite, row)) for row in rows]
+
+    def node_summary(self) -> Optional[List[Optional[float]]]:
+        """Peak and average CPU percent of the node, peak and average bytes; None if there is none (yet)."""
+        rows = self.rows('system_resource_summary',
+                         'peak_cpu_percent, avg_cpu_percent, peak_memory_bytes, avg_memory_bytes')
+        return [finite(value) for value in rows[0]] if rows else None
+
+    def close(self) -> None:
+        """Close the file."""
+        self.database.close()
+
+
+# -------- figures --------
+
+class Axis(Row):
+    """A measure, and how it is shown."""
+    place: int          # in a Sample
+    title: str
+    unit: str           # '%', 'B' (bytes), or none
+    show: Callable[[float], str]
+
+
+AXES = {
+    'cpu':       Axis(1, 'CPU (100% is one core)', '%', '{:.0f}%'.format),
+    'node_cpu':  Axis(1, 'CPU (of all cores)', '%', '{:.0f}%'.format),
+    'memory':    Axis(2, 'Memory', 'B', report_memory),
+    'processes': Axis(3, 'Processes', '', '{:.0f}'.format),
+}
+
+
+def split_at_gaps(points: Sequence[Tuple[float, float]]) -> List[Sequence[Tuple[float, float]]]:
+    """Points in parts: nothing is drawn across a gap much longer than the usual time between two."""
+    steps = [after[0] - before[0] for before, after in zip(points, points[1:])]
+    longest_s = max(GAP_S, 5 * sorted(steps)[len(steps) // 2]) if steps else 0
+    cuts = [place for place, step in enumerate(steps, 1) if step > longest_s]
+    return [points[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(points)])]
+
+
+def thin_out(points: Sequence[Tuple[float, float]], most: int) -> List[Tuple[float, float]]:
+    """At most about so many points: the lowest and the highest of each stretch of the same number of them."""
+    if len(points) <= most:
+        return list(points)
+    kept = {points[0], points[-1]}
+    size = math.ceil(len(points) * 2 / most)
+    for start in range(0, len(points), size):
+        stretch = points[start:start + size]
+        kept.update((min(stretch, key=operator.itemgetter(1)), max(stretch, key=operator.itemgetter(1))))
+    return sorted(kept)
+
+
+def lines_of(axis: str, series: Recorded) -> List[Dict[str, Any]]:
+    """One measure of series as traces, in which null stands for a gap."""
+    traces, place, title = [], AXES[axis].place, AXES[axis].title
+    for label, samples in series:
+        parts = split_at_gaps([(sample[0], sample[place]) for sample in samples if sample[place] is not None])
+        points = [[(part[-1][0], None)] + thin_out(part, max(2, LINE_POINTS // len(parts)))
+                  for part in parts if part]
+        line = list(itertools.chain.from_iterable(points))[1:]
+        traces.append({'type': 'scatter', 'mode': 'lines', 'name': f'{title}: {label}',
+                       'x': [format_time(time_s) for time_s, _ in line], 'y': [value for _, value in line]})
+    return traces
+
+
+def make_figure(title: str, facts: Sequence[str],
+                panels: Sequence[Tuple[str, str, List[Dict[str, Any]]]]) -> Figure:
+    """A figure of panels (title, unit, traces), one below the other; what was never measured has none."""
+    panels = [(words, unit, traces) for words, unit, traces in panels
+              if any(value is not None for trace in traces for value in trace['y'])]
+    layout = {'barmode': 'group', 'title': {'text': title, 'subtitle': {'text': '; '.join(facts)}}}
+    data = []       # type: List[Dict[str, Any]]
+    for index, (words, unit, traces) in enumerate(panels):
+        number, height = str(index + 1) if index else '', 1 / len(panels)
+        layout['yaxis' + number] = {'title': {'text': words}, 'ticksuffix': unit, 'domain': [
+            1 - height * (index + 0.9), 1 - height * index]}
+        data += [dict(trace, yaxis='y' + number) for trace in traces]
+    return {'data': data, 'layout': layout}
+
+
+def describe_span(series: Recorded) -> str:
+    """'12 samples in 1m 50s from 2026-11-22 15:43:34 +0000'."""
+    times = [sample[0] for _, samples in series for sample in samples]
+    words = counted(len(times), 'sample')
+    words += f' in {format_elapsed(max(times) - min(times))}' if len(times) > 1 else ''
+    return f'{words} from {format_local_time(format_time(min(times)))}'
+
+
+def plot_job(number: int, known: Tuple[float, str], series: Recorded) -> Tuple[JobPeaks, Figure]:
+    """What the overview keeps of a job, whose results may know a higher peak of memory; and its figure."""
+    values = {axis: [sample[AXES[axis].place] for _, samples in series for sample in samples
+                     if sample[AXES[axis].place] is not None] or [0.0]
+              for axis in ('cpu', 'memory', 'processes')}
+    peaks = {axis: max(found) for axis, found in values.items()}
+    peaks['memory'] = max(peaks['memory'], known[0])
+    averages = {axis: sum(found) / len(found) for axis, found in values.items()}
+    facts = [f'{word}: peak {AXES[axis].show(peaks[axis])}, average {AXES[axis].show(averages[axis])}'
+             for word, axis in (('CPU', 'cpu'), ('memory', 'memory'))]
+    panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series)) for axis in peaks]
+    figure = make_figure(f'Job {number}: {known[1]}', [describe_span(series), *facts], panels)
+    return (number, known[1], peaks), figure
+
+
+def highest_of(traces: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """The traces that are drawn, the highest first."""
+    ordered = sorted(traces, key=lambda trace: -max(filter(None, trace['y']), default=0))
+    return ordered[:LINES_DRAWN]
+
+
+def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
+    """The overview: the peaks of all jobs, the highest first."""
+    panels = []
+    for axis, word in (('memory', 'memory'), ('cpu', 'CPU')):
+        bars = sorted((-peaks[axis], number, name) for number, name, peaks in jobs)
+        trace = {'type': 'bar', 'name': f'Peak {word}', 'x': [name for _, _, name in bars],
+                 'y': [-peak for peak, _, _ in bars]}
+        panels.append((f'Peak {word}', AXES[axis].unit, [trace]))
+    return make_figure('What jobs used', [counted(len(jobs), 'job')], panels)
+
+
+def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
+    """CPU and memory of the nodes over time, and their peaks and averages."""
+    series = [(file.label, file.samples()) for file in files]
+    series = [(label, samples) for label, samples in series if samples]
+    if series:
+        panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series))
+                  for axis in ('node_cpu', 'memory')]
+        yield 'system_timeline', make_figure('Nodes', [describe_span(series)], panels)
+    known = [(file.label, file.node_summary()) for file in files]
+    known = [(label, summary) for label, summary in known if summary]
+    if known:
+        names = ('Peak CPU percent', 'Average CPU percent', 'Peak memory', 'Average memory')
+        traces = [{'type': 'bar', 'name': name, 'x': [label for label, _ in known],
+                   'y': [summary[place] for _, summary in known]} for place, name in enumerate(names)]
+        panels = [('CPU (of all cores)', '%', traces[:2]), ('Memory', 'B', traces[2:])]
+        yield 'system_summary', make_figure('What nodes used', [counted(len(known), 'node')], panels)
+
+
+def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[Tuple[str, Figure]]:
+    """Pages by name: of each job (all, or those wanted), one in memory at a time; of all jobs; of nodes."""
+    homes: Dict[int, List[SeriesFile]] = {}
+    names: Dict[int, List[Tuple[float, str]]] = {}
+    for file in files:
+        for number, known in file.job_names().items():
+            names.setdefault(number, []).append(known)
+        for number in file.job_ids():
+            homes.setdefault(number, []).append(file)
+    jobs, lines = [], {'cpu': [], 'memory': []}     # type: List[JobPeaks], Dict[str, List[Any]]
+    for number in sorted(set(homes).intersection(wanted) if wanted else homes):
+        series = [(file.label, file.samples(number)) for file in homes[number]]
+        series = [(label, samples) for label, samples in series if samples]
+        if not series:
+            continue
+        job, figure = plot_job(number, max(names.get(number, [(0.0, f'job {number}')])), series)
+        jobs.append(job)
+        yield f'job_{number}', figure
+        samples = sorted(itertools.chain.from_iterable(found for _, found in series),
+                         key=operator.itemgetter(0))
+        for axis, traces in lines.items():
+            traces += lines_of(axis, [(job[1], samples)])
+            if len(traces) > 2 * LINES_DRAWN:   # there may be too many to keep them
+                traces[:] = highest_of(traces)
+    more = [f'the {LINES_DRAWN} with the highest peaks are drawn'] if len(jobs) > LINES_DRAWN else []
+    for axis, word in (('cpu', 'CPU'), ('memory', 'Memory')) if len(jobs) > 1 else ():
+        panel = AXES[axis].title, AXES[axis].unit, highest_of(lines[axis])
+        figure = make_figure(f'{word} of all jobs', [counted(len(jobs), 'job'), *more], [panel])
+        yield f'{axis}_all_jobs', figure
+    if jobs:
+        yield 'summary', summary_figure(jobs)
+    yield from node_figures(files)
+
+
+def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: str = 'html',
+                wanted: Sequence[int] = ()) -> List[str]:
+    """Draw the time series of some databases into files [PREFIX_]NAME.html or .json; their paths. OSError."""
+    written = []
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(contextlib.closing(SeriesFile(path))) for path in paths]
+        os.makedirs(directory, exist_ok=True)
+        for name, figure in make_pages(files, wanted):
+            text = format_json(figure)
+            if form == 'html':
+                text = PLOT_PAGE + '<script>showPage({});</script>'.format(text.replace('<', '\\u003c'))
+            path = os.path.join(directory, f"{prefix + '_' if prefix else ''}{name}.{form}")
+            with open(path, 'wb') as file:
+                file.write((text + '\n').encode('utf-8', 'replace'))
+            written.append(path)
+    return written
 
 
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
@@ -22266,12 +22558,6 @@ class Comparison(Row):
         return max(0.0, round((self.used / self.limit - 1) * 100, 6))
 
 
-def report_memory(value_bytes: float) -> str:
-    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
-    megabytes = value_bytes / 1024 ** 2
-    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
-
-
 def report_duration(value_s: float) -> str:
     """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
     hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
@@ -24002,14 +24288,6 @@ def format_cell(value: Any) -> str:
     return str(value)
 
 
-def format_local_time(text: Optional[str]) -> str:
-    """RFC 3339 text -> local time '2026-11-21 10:28:54 +0100'; a text that is no time stays as it is."""
-    try:
-        return time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(parse_time(text or '')))
-    except (ValueError, OverflowError, OSError):
-        return text or ''
-
-
 def one_line(text: str) -> str:
     """A text that takes one line, and as many columns as characters are seen."""
     return printable_line(text).replace('\t', ' ')
@@ -24709,285 +24987,7 @@ def format_findings(files: Sequence[Tuple[str, FileFindings]]) -> str:
     return format_lines(lines)
 
 
-# ======== 19b. Plots: time series of the monitor -> figures, and the page that draws them ========
-#
-# Reads the databases resource_metrics_*.db of runners (Torc's tables), also while they are written, and
-# makes a figure for each job, for all jobs and for the nodes: one of Plotly, as in Torc, with a panel for
-# each measure. As HTML it follows PLOT_PAGE (at the end of this file), whose script draws it without network.
-# Only SeriesFile speaks SQL, and only to these files; only write_plots writes.
-#
-# A line has at most LINE_POINTS points: of each of its stretches the lowest and the highest are kept, so
-# that no peak is lost. Samples of one job from several files (attempts on several nodes) are lines of
-# their own.
-
-LINE_POINTS = 800           # of a line: about the pixels of a page's width
-LINES_DRAWN = 300           # of a figure of all jobs; the rest is left out
-# What sqlite3 raises for a damaged file; the second for an error message that quotes it.
-UNREADABLE = sqlite3.DatabaseError, UnicodeDecodeError
-GAP_S = 120                 # without samples: the line is broken there, if that is much for it
-
-# Seconds since the epoch, CPU percent, bytes, processes; None: not measured.
-Sample = Tuple[float, Optional[float], Optional[float], Optional[float]]
-Recorded = List[Tuple[str, List[Sample]]]   # samples by label of the file
-Figure = Dict[str, Any]                 # of Plotly: 'data' and 'layout'
-JobPeaks = Tuple[int, str, Dict[str, float]]    # a job in the overview: id, name, peaks by axis
-
-
-def finite(value: Any) -> Optional[float]:
-    """A number from a file; None for NULL, and 0 for anything else, as in Torc."""
-    if value is None:
-        return None
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
-
-
-class SeriesFile:
-    """One database of a monitor, opened for reading. BadInput if it is none."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.label = printable_line(re.sub(r'\Aresource_metrics_|\.db\Z', '', os.path.basename(path)))
-        if not os.path.isfile(path):
-            raise BadInput(printable(f'{path} not found'))
-        try:
-            self.database = self.open('mode=ro')
-        except sqlite3.OperationalError:    # WAL in a directory where nothing may be made: nobody writes it
-            try:
-                self.database = self.open('immutable=1')
-            except UNREADABLE as error:
-                raise BadInput(printable(f'{path} cannot be read: {error}')) from None
-
-    def open(self, how: str) -> sqlite3.Connection:
-        """A connection that has read something."""
-        name = urllib.parse.quote(os.path.abspath(self.path))
-        database = sqlite3.connect(f'file:{name}?{how}', uri=True, timeout=10)
-        database.text_factory = lambda data: data.decode('utf-8', 'replace')
-        try:
-            self.tables = {row[0] for row in database.execute('SELECT name FROM sqlite_master')}
-        except sqlite3.OperationalError:
-            database.close()
-            raise
-        except UNREADABLE:
-            self.tables = set()
-        if not self.tables & {'job_resource_samples', 'system_resource_samples'}:
-            database.close()
-            raise BadInput(printable(f'{self.path} is no time series: name a file resource_metrics_*.db, '
-                                     'which a run with `granularity: time_series` writes'))
-        return database
-
-    def rows(self, table: str, columns: str, condition: str = '', *values: Any) -> List[Any]:
-        """Rows of a table; [] if there is no such table."""
-        words = f'SELECT {columns} FROM {table} {condition}'
-        try:
-            return self.database.execute(words, values).fetchall() if table in self.tables else []
-        except UNREADABLE as error:
-            raise BadInput(printable(f'{self.path} cannot be read: {error}')) from None
-
-    def job_ids(self) -> List[int]:
-        """Jobs that were sampled."""
-        rows = self.rows('job_resource_samples', 'DISTINCT job_id')
-        return [number for number, in rows if isinstance(number, int)]
-
-    def job_names(self) -> Dict[int, Tuple[float, str]]:
-        """Job -> highest memory of its results, 0 if that is not known, and its name."""
-        return {number: (finite(peak[0] if peak else 0) or 0.0, printable_line(str(name)))
-                for number, name, *peak in self.rows('job_metadata', '*')}
-
-    def samples(self, job_id: Optional[int] = None) -> List[Sample]:
-        """Samples of a job, or of the node with its whole memory in the place of processes, by time."""
-        table, last, condition, *values = ('job_resource_samples', 'num_processes', 'job_id = ? AND', job_id) \
-            if job_id is not None else ('system_resource_samples', 'total_memory_bytes', '')
-        rows = self.rows(table, f'timestamp, cpu_percent, memory_bytes, {last}',
-                         f'WHERE {condition} timestamp IS NOT NULL ORDER BY timestamp', *values)
-        return [tuple(map(finite, row)) for row in rows]
-
-    def node_summary(self) -> Optional[List[Optional[float]]]:
-        """Peak and average CPU percent of the node, peak and average bytes; None if there is none (yet)."""
-        rows = self.rows('system_resource_summary',
-                         'peak_cpu_percent, avg_cpu_percent, peak_memory_bytes, avg_memory_bytes')
-        return [finite(value) for value in rows[0]] if rows else None
-
-    def close(self) -> None:
-        """Close the file."""
-        self.database.close()
-
-
-# -------- figures --------
-
-class Axis(Row):
-    """A measure, and how it is shown."""
-    place: int          # in a Sample
-    title: str
-    unit: str           # '%', 'B' (bytes), or none
-    show: Callable[[float], str]
-
-
-AXES = {
-    'cpu':       Axis(1, 'CPU (100% is one core)', '%', '{:.0f}%'.format),
-    'node_cpu':  Axis(1, 'CPU (of all cores)', '%', '{:.0f}%'.format),
-    'memory':    Axis(2, 'Memory', 'B', report_memory),
-    'processes': Axis(3, 'Processes', '', '{:.0f}'.format),
-}
-
-
-def split_at_gaps(points: Sequence[Tuple[float, float]]) -> List[Sequence[Tuple[float, float]]]:
-    """Points in parts: nothing is drawn across a gap much longer than the usual time between two."""
-    steps = [after[0] - before[0] for before, after in zip(points, points[1:])]
-    longest_s = max(GAP_S, 5 * sorted(steps)[len(steps) // 2]) if steps else 0
-    cuts = [place for place, step in enumerate(steps, 1) if step > longest_s]
-    return [points[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(points)])]
-
-
-def thin_out(points: Sequence[Tuple[float, float]], most: int) -> List[Tuple[float, float]]:
-    """At most about so many points: the lowest and the highest of each stretch of the same number of them."""
-    if len(points) <= most:
-        return list(points)
-    kept = {points[0], points[-1]}
-    size = math.ceil(len(points) * 2 / most)
-    for start in range(0, len(points), size):
-        stretch = points[start:start + size]
-        kept.update((min(stretch, key=operator.itemgetter(1)), max(stretch, key=operator.itemgetter(1))))
-    return sorted(kept)
-
-
-def lines_of(axis: str, series: Recorded) -> List[Dict[str, Any]]:
-    """One measure of series as traces, in which null stands for a gap."""
-    traces, place, title = [], AXES[axis].place, AXES[axis].title
-    for label, samples in series:
-        parts = split_at_gaps([(sample[0], sample[place]) for sample in samples if sample[place] is not None])
-        points = [[(part[-1][0], None)] + thin_out(part, max(2, LINE_POINTS // len(parts)))
-                  for part in parts if part]
-        line = list(itertools.chain.from_iterable(points))[1:]
-        traces.append({'type': 'scatter', 'mode': 'lines', 'name': f'{title}: {label}',
-                       'x': [format_time(time_s) for time_s, _ in line], 'y': [value for _, value in line]})
-    return traces
-
-
-def make_figure(title: str, facts: Sequence[str],
-                panels: Sequence[Tuple[str, str, List[Dict[str, Any]]]]) -> Figure:
-    """A figure of panels (title, unit, traces), one below the other; what was never measured has none."""
-    panels = [(words, unit, traces) for words, unit, traces in panels
-              if any(value is not None for trace in traces for value in trace['y'])]
-    layout = {'barmode': 'group', 'title': {'text': title, 'subtitle': {'text': '; '.join(facts)}}}
-    data = []       # type: List[Dict[str, Any]]
-    for index, (words, unit, traces) in enumerate(panels):
-        number, height = str(index + 1) if index else '', 1 / len(panels)
-        layout['yaxis' + number] = {'title': {'text': words}, 'ticksuffix': unit, 'domain': [
-            1 - height * (index + 0.9), 1 - height * index]}
-        data += [dict(trace, yaxis='y' + number) for trace in traces]
-    return {'data': data, 'layout': layout}
-
-
-def describe_span(series: Recorded) -> str:
-    """'12 samples in 1m 50s from 2026-11-22 15:43:34 +0000'."""
-    times = [sample[0] for _, samples in series for sample in samples]
-    words = counted(len(times), 'sample')
-    words += f' in {format_elapsed(max(times) - min(times))}' if len(times) > 1 else ''
-    return f'{words} from {format_local_time(format_time(min(times)))}'
-
-
-def plot_job(number: int, known: Tuple[float, str], series: Recorded) -> Tuple[JobPeaks, Figure]:
-    """What the overview keeps of a job, whose results may know a higher peak of memory; and its figure."""
-    values = {axis: [sample[AXES[axis].place] for _, samples in series for sample in samples
-                     if sample[AXES[axis].place] is not None] or [0.0]
-              for axis in ('cpu', 'memory', 'processes')}
-    peaks = {axis: max(found) for axis, found in values.items()}
-    peaks['memory'] = max(peaks['memory'], known[0])
-    averages = {axis: sum(found) / len(found) for axis, found in values.items()}
-    facts = [f'{word}: peak {AXES[axis].show(peaks[axis])}, average {AXES[axis].show(averages[axis])}'
-             for word, axis in (('CPU', 'cpu'), ('memory', 'memory'))]
-    panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series)) for axis in peaks]
-    figure = make_figure(f'Job {number}: {known[1]}', [describe_span(series), *facts], panels)
-    return (number, known[1], peaks), figure
-
-
-def highest_of(traces: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """The traces that are drawn, the highest first."""
-    ordered = sorted(traces, key=lambda trace: -max(filter(None, trace['y']), default=0))
-    return ordered[:LINES_DRAWN]
-
-
-def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
-    """The overview: the peaks of all jobs, the highest first."""
-    panels = []
-    for axis, word in (('memory', 'memory'), ('cpu', 'CPU')):
-        bars = sorted((-peaks[axis], number, name) for number, name, peaks in jobs)
-        trace = {'type': 'bar', 'name': f'Peak {word}', 'x': [name for _, _, name in bars],
-                 'y': [-peak for peak, _, _ in bars]}
-        panels.append((f'Peak {word}', AXES[axis].unit, [trace]))
-    return make_figure('What jobs used', [counted(len(jobs), 'job')], panels)
-
-
-def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
-    """CPU and memory of the nodes over time, and their peaks and averages."""
-    series = [(file.label, file.samples()) for file in files]
-    series = [(label, samples) for label, samples in series if samples]
-    if series:
-        panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series))
-                  for axis in ('node_cpu', 'memory')]
-        yield 'system_timeline', make_figure('Nodes', [describe_span(series)], panels)
-    known = [(file.label, file.node_summary()) for file in files]
-    known = [(label, summary) for label, summary in known if summary]
-    if known:
-        names = ('Peak CPU percent', 'Average CPU percent', 'Peak memory', 'Average memory')
-        traces = [{'type': 'bar', 'name': name, 'x': [label for label, _ in known],
-                   'y': [summary[place] for _, summary in known]} for place, name in enumerate(names)]
-        panels = [('CPU (of all cores)', '%', traces[:2]), ('Memory', 'B', traces[2:])]
-        yield 'system_summary', make_figure('What nodes used', [counted(len(known), 'node')], panels)
-
-
-def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[Tuple[str, Figure]]:
-    """Pages by name: of each job (all, or those wanted), one in memory at a time; of all jobs; of nodes."""
-    homes: Dict[int, List[SeriesFile]] = {}
-    names: Dict[int, List[Tuple[float, str]]] = {}
-    for file in files:
-        for number, known in file.job_names().items():
-            names.setdefault(number, []).append(known)
-        for number in file.job_ids():
-            homes.setdefault(number, []).append(file)
-    jobs, lines = [], {'cpu': [], 'memory': []}     # type: List[JobPeaks], Dict[str, List[Any]]
-    for number in sorted(set(homes).intersection(wanted) if wanted else homes):
-        series = [(file.label, file.samples(number)) for file in homes[number]]
-        series = [(label, samples) for label, samples in series if samples]
-        if not series:
-            continue
-        job, figure = plot_job(number, max(names.get(number, [(0.0, f'job {number}')])), series)
-        jobs.append(job)
-        yield f'job_{number}', figure
-        samples = sorted(itertools.chain.from_iterable(found for _, found in series),
-                         key=operator.itemgetter(0))
-        for axis, traces in lines.items():
-            traces += lines_of(axis, [(job[1], samples)])
-            if len(traces) > 2 * LINES_DRAWN:   # there may be too many to keep them
-                traces[:] = highest_of(traces)
-    more = [f'the {LINES_DRAWN} with the highest peaks are drawn'] if len(jobs) > LINES_DRAWN else []
-    for axis, word in (('cpu', 'CPU'), ('memory', 'Memory')) if len(jobs) > 1 else ():
-        panel = AXES[axis].title, AXES[axis].unit, highest_of(lines[axis])
-        figure = make_figure(f'{word} of all jobs', [counted(len(jobs), 'job'), *more], [panel])
-        yield f'{axis}_all_jobs', figure
-    if jobs:
-        yield 'summary', summary_figure(jobs)
-    yield from node_figures(files)
-
-
-def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: str = 'html',
-                wanted: Sequence[int] = ()) -> List[str]:
-    """Draw the time series of some databases into files [PREFIX_]NAME.html or .json; their paths. OSError."""
-    written = []
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(contextlib.closing(SeriesFile(path))) for path in paths]
-        os.makedirs(directory, exist_ok=True)
-        for name, figure in make_pages(files, wanted):
-            text = format_json(figure)
-            if form == 'html':
-                text = PLOT_PAGE + '<script>showPage({});</script>'.format(text.replace('<', '\\u003c'))
-            path = os.path.join(directory, f"{prefix + '_' if prefix else ''}{name}.{form}")
-            with open(path, 'wb') as file:
-                file.write((text + '\n').encode('utf-8', 'replace'))
-            written.append(path)
-    return written
-
-
-# ======== 19c. Reports of a workflow: its graph and timeline as files, and one page about all ========
+# ======== 19b. Reports of a workflow: its graph and timeline as files, and one page about all ========
 #
 # What the server draws (see Drawings) becomes SVG, DOT, Mermaid or text. A report is a list of parts, (kind,
 # content...), which REPORT_PARTS writes; it has no script and loads nothing. What users have
