@@ -238,6 +238,7 @@ STATUSES = (
  PENDING_FAILED) = (row.code for row in STATUSES)
 STATUS_CODES = {row.name: row.code for row in STATUSES}
 STATUS_NAMES = {row.code: row.name for row in STATUSES}
+SIGNS = dict(zip(STATUS_CODES, '·…o»▶✓✗–⧖⊘?'))     # of statuses, where there is Unicode
 
 TRIGGERS = ('on_workflow_start', 'on_workflow_complete', 'on_worker_start', 'on_worker_complete',
             'on_jobs_ready', 'on_jobs_complete')
@@ -9241,6 +9242,27 @@ class Place(Row):
     least_s: float  # of least_time
 
 
+def verdict_of(status: Dict[str, Any]) -> Tuple[str, str]:
+    """Answer of get_workflow_status -> (key of VERDICTS, sentence)."""
+    counts = status['jobs_by_status']
+    bad = [row.name for row in STATUSES if row.is_bad and counts[row.name]]
+    if status['is_canceled']:
+        return 'canceled', 'Workflow was canceled'
+    if status['is_complete'] and bad:
+        return 'failed', f'Workflow ended: {format_counts(counts)}'
+    if status['is_complete']:
+        return 'complete', 'Workflow is complete: every job ended well'
+    if counts['uninitialized'] == status['total_jobs']:
+        return 'waiting', 'Workflow has not been started'
+    if status['active_compute_nodes'] or counts['running'] or counts['pending']:
+        return 'running', f'Workflow is in progress: {format_counts(counts)}'
+    missing = ('an allocation' if status['pending_scheduled_nodes'] else
+               'the runner of an allocation' if status['active_scheduled_nodes'] else
+               'a runner' if counts['ready'] else
+               'a decision about failed jobs' if counts['pending_failed'] else 'its initialization')
+    return 'waiting', f'Workflow waits for {missing}: {format_counts(counts)}'
+
+
 def explain_waiting(context: Context, workflow_id: int, ended: Sequence[int] = ()) -> Values:
     """Which ready jobs no runner or allocation can take, and what all others wait for. `ended` are
     allocations that the caller knows to be over in Slurm, or ending: nothing waits for them."""
@@ -9250,7 +9272,8 @@ def explain_waiting(context: Context, workflow_id: int, ended: Sequence[int] = (
     over = {str(row['slurm_job_id']) for row in allocations if row['allocation_id'] in set(ended)}
     places = find_places(context, workflow_id, [row for row in runners if row['slurm_job_id'] not in over],
                          [row for row in allocations if row['allocation_id'] not in set(ended)])
-    return {'status': get_workflow_status(context, workflow_id),
+    status = get_workflow_status(context, workflow_id)
+    return {'summary': verdict_of(status)[1], 'status': status,
             'explanation': explain_workflow(context, workflow_id),
             'runners': runners[:WAITING_EXPLAINED], 'allocations': allocations[:ALLOCATIONS_EXPLAINED],
             'ready': [] if state.is_canceled else explain_ready(context, workflow_id, places),
@@ -12131,6 +12154,83 @@ def format_error(error: TorcError) -> Dict[str, Any]:
     return {'error': dict(details, error=kind, message=part_retry_words(error.message))}
 
 
+# -------- lists, as the page and the terminal view show them --------
+
+NO_FILTERS = frozenset(parse_model(OF + PAGE + 'include_relationships:bool'))   # of parameters
+
+
+class ShownList(Row):
+    """What of the rows of a list is shown."""
+    name: str
+    op: str                 # operation that lists them
+    # 'TITLE WIDTH=KEY, ...': 0 for what is left of the line; below 0: on the right. Keys in parentheses are
+    # made by who shows them; by all others the server can sort, if by any.
+    columns: str
+    asks: Dict[str, Any] = {}       # for these only, or in this order
+    words: str = ''         # WORD=PARAMETER: how a filter names parameters, where not by their names
+    opens: str = '/'        # KIND/KEY: w, j or a, a workflow, job or allocation by its id under a key
+
+    @property
+    def parts(self) -> List[Tuple[str, int, str]]:
+        """Title, width and key of each column."""
+        return [(title, int(width), key) for title, width, key in
+                re.findall(r'([^,=]+?) (-?\d+)=([^,]+)(?:, )?', self.columns)]
+
+    @property
+    def parameters(self) -> Iterable[str]:
+        """What its operation may be asked for."""
+        return parse_model(OPERATIONS[self.op].query)
+
+    @property
+    def sortable(self) -> List[str]:
+        """Keys that the server sorts by."""
+        return [key for _, _, key in self.parts if key[0] != '(' and 'sort_by' in self.parameters]
+
+    @property
+    def filters(self) -> Dict[str, str]:
+        """Words of a filter -> parameters."""
+        words = dict(pair.split('=')[::-1] for pair in self.words.split())
+        return {words.get(name, name): name for name in self.parameters if name not in NO_FILTERS}
+
+
+NEWEST_FIRST = {'sort_by': 'id', 'reverse_sort': True}
+SHOWN_LISTS = (
+    ShownList('Workflows', 'list_workflows', 'ID -5=id, Name 16=name, User 8=user, State 15=status, '
+              'Jobs -7=(jobs), Done -5=(done), Created 0=timestamp', dict(NEWEST_FIRST, is_archived=False),
+              'archived=is_archived', 'w/id'),
+    ShownList('Jobs', 'list_jobs', 'ID -6=id, Name 20=name, Status 16=status, Attempt -7=attempt_id, '
+              'Priority -8=priority, Node -5=compute_node_id, Command 0=command', {}, 'label=labels '
+              'node=active_compute_node_id requirements=resource_requirements_id needs=upstream_job_id '
+              'file=needs_file_id', 'j/id'),
+    ShownList('Running', 'list_jobs', 'ID -6=id, Name 20=name, Node -5=compute_node_id, Since 19=start_time, '
+              'Time -8=(elapsed), Command 0=command', {'status': 'running'}, 'node=active_compute_node_id', 'j/id'),
+    ShownList('Results', 'list_results', 'ID -6=id, Name 16=job_name, Run -3=run_id, Attempt -7=attempt_id, '
+              'Code -4=return_code, Status 12=status, Time -7=exec_time_minutes, Memory -8=peak_memory_bytes, '
+              'Reason 0=reason', {}, 'job=job_id run=run_id code=return_code node=compute_node_id', 'j/job_id'),
+    ShownList('Files', 'list_files', 'ID -6=id, Name 20=name, Changed 19=st_mtime, Path 0=path'),
+    ShownList('User data', 'list_user_data', 'ID -6=id, Name 24=name, Ephemeral 9=is_ephemeral, '
+              'Data 0=(preview)'),
+    ShownList('Events', 'list_events', 'ID -7=id, Time 19=(when), Event 20=(type), What happened 0=(message)',
+              NEWEST_FIRST),
+    ShownList('Compute nodes', 'list_compute_nodes', 'ID -5=id, Host 18=hostname, CPUs -4=num_cpus, '
+              'Memory (GB) -11=memory_gb, GPUs -4=num_gpus, Kind 6=compute_node_type, At work 7=is_active, '
+              'Since 0=start_time', {}, 'host=hostname'),
+    ShownList('Allocations', 'list_scheduled_compute_nodes', 'ID -6=id, Kind 6=scheduler_type, '
+              'Slurm job -10=scheduler_id, Status 10=status, Reason 0=reason', NEWEST_FIRST, '', 'a/id'),
+    ShownList('Slurm stats', 'list_slurm_stats', 'Job -6=job_id, Run -3=run_id, Attempt -7=attempt_id, '
+              'Slurm job 12=slurm_job_id, Memory -9=max_rss_bytes, CPU seconds -11=ave_cpu_seconds, '
+              'Nodes 0=node_list', {}, 'job=job_id run=run_id', 'j/job_id'),
+)
+
+
+@functools.lru_cache(maxsize=None)
+def describe_lists() -> List[Values]:
+    """The same for the page."""
+    return [{'name': one.name, 'path': OPERATIONS[one.op].path, 'sortable': one.sortable, 'filters': one.filters,
+             'asks': one.asks, 'opens': one.opens,
+             'columns': [{'title': title, 'key': key} for title, _, key in one.parts]} for one in SHOWN_LISTS]
+
+
 # ======== 10. State files: who serves a database, and how its clients find out ========
 #
 # Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts),
@@ -13877,7 +13977,8 @@ class Connection:
             database = self.torc.store.file_path
             above, name = os.path.split(os.path.dirname(database))
             answer.update(is_owner=self.identity.is_owner, database=database, directory=(
-                above if name == DEFAULT_OUTPUT_DIR else os.path.dirname(database)))
+                above if name == DEFAULT_OUTPUT_DIR else os.path.dirname(database)),
+                signs=SIGNS, lists=describe_lists())
         if method == 'DELETE':
             access.browsers.end(self.head)
         if method == 'POST':
@@ -24430,27 +24531,6 @@ def format_rows(pairs: Iterable[Tuple[str, str]], indent: str = '  ', limit: int
 
 # -------- status --------
 
-def verdict_of(status: Dict[str, Any]) -> Tuple[str, str]:
-    """Answer of get_workflow_status -> (key of VERDICTS, sentence)."""
-    counts = status['jobs_by_status']
-    bad = [row.name for row in STATUSES if row.is_bad and counts[row.name]]
-    if status['is_canceled']:
-        return 'canceled', 'Workflow was canceled'
-    if status['is_complete'] and bad:
-        return 'failed', f'Workflow ended: {format_counts(counts)}'
-    if status['is_complete']:
-        return 'complete', 'Workflow is complete: every job ended well'
-    if counts['uninitialized'] == status['total_jobs']:
-        return 'waiting', 'Workflow has not been started'
-    if status['active_compute_nodes'] or counts['running'] or counts['pending']:
-        return 'running', f'Workflow is in progress: {format_counts(counts)}'
-    missing = ('an allocation' if status['pending_scheduled_nodes'] else
-               'the runner of an allocation' if status['active_scheduled_nodes'] else
-               'a runner' if counts['ready'] else
-               'a decision about failed jobs' if counts['pending_failed'] else 'its initialization')
-    return 'waiting', f'Workflow waits for {missing}: {format_counts(counts)}'
-
-
 def silent_runners(waiting: Dict[str, Any]) -> List[Dict[str, Any]]:
     """Of an answer of explain_waiting, runners with jobs of which nothing was heard for long."""
     return [row for row in waiting.get('runners', ()) if row['num_jobs'] and row['silent_s'] >= SILENT_S]
@@ -27581,14 +27661,20 @@ def split_command(text: str, option: str) -> List[str]:
 
 
 @contextlib.contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """For a while what ends a program raises KeyboardInterrupt, also where it only wakes a loop as a rule."""
+def interrupted_by_signals() -> Iterator[List[int]]:
+    """For a while what ends a program raises KeyboardInterrupt, also where it only wakes a loop as a rule.
+    The signals that have come are added to the list."""
+    came = []   # type: List[int]
+
+    def interrupt(number: int, _: Any) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
     is_main = threading.current_thread() is threading.main_thread()     # handlers are set there only
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
-    old = {number: signal.signal(number, signal.default_int_handler) for number in numbers
+    old = {number: signal.signal(number, interrupt) for number in numbers
            if signal.getsignal(number) != signal.SIG_IGN}       # as nohup asks for
     try:
-        yield
+        yield came
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
@@ -30812,17 +30898,16 @@ def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
 
 # ======== 20k. Terminal view: workflows on a terminal, live ========
 #
-# `tui` shows what the page shows, in its words and with its signs, where there is no browser. TERMINAL_VIEWS
-# says what is asked and shown, KEYS what keys do. Only what is seen is asked for: the rows on the screen,
-# sorted and filtered by the server, every two seconds, or so seldom that it does other things most of the
-# time. All text passes Screen.put(), where it becomes printable. No job is started from here: for what goes
-# on working, the command to type is shown.
+# `tui` shows what the page shows, in its words and with its signs, where there is no browser: SHOWN_LISTS, and
+# TEXTS. KEYS says what keys do. Only what is seen is asked for: the rows on the screen, sorted and filtered
+# by the server, every two seconds, or so seldom that it does other things most of the time. All text passes
+# Screen.put(), where it becomes printable. No job is started from here: for what goes on working, the command
+# to type is shown.
 
 TERMINAL_LOOK_S = 2.0           # between looks at what is shown
 TERMINAL_LOOK_SHARE = 10        # ... at least so many times as long as the answer took
 TERMINAL_CONNECT_S = 0.1        # of a look for a server that is away: it holds up the keys
 LOG_BYTES = 1 << 20             # of a job's output, from its end
-SIGNS = dict(zip(STATUS_CODES, '·…o»▶✓✗–⧖⊘?'))     # the page's; elsewhere than in UTF-8 those of STATUSES
 KEY_NAMES = {       # characters, and curses' names -> ours; other characters stand for themselves
     '\n': 'Enter', '\r': 'Enter', 'KEY_ENTER': 'Enter', '\t': 'Tab', 'KEY_BTAB': 'Shift-Tab', '\x1b': 'Esc',
     '\x7f': 'Backspace', '\b': 'Backspace', 'KEY_BACKSPACE': 'Backspace', 'KEY_UP': 'Up', 'KEY_DOWN': 'Down',
@@ -30892,11 +30977,11 @@ class Pager:
 
     def find(self, begin: int, step: int) -> bool:
         """Go to the next line, or the one before, that holds what is searched."""
-        for row in range(begin, len(self.lines) if step > 0 else -1, step):
-            if self.wanted.lower() in self.lines[row].lower():
-                self.top, self.is_at_end = row, False
-                return True
-        return False
+        rows = range(begin, len(self.lines) if step > 0 else -1, step)
+        found = next((row for row in rows if self.wanted.lower() in self.lines[row].lower()), -1)
+        if found >= 0:
+            self.top, self.is_at_end = found, False
+        return found >= 0
 
 
 class JobLog(Pager):
@@ -30926,19 +31011,6 @@ class JobLog(Pager):
 
 # -------- views --------
 
-class View(Row):
-    """What is shown: a list, or a text."""
-    name: str
-    op: str = ''            # operation that lists it
-    # 'TITLE WIDTH=KEY, ...': 0 for what is left of the line; below 0: on the right. The server can sort by
-    # keys but for those in parentheses, which are made here, or in SHOWN_OBJECTS.
-    columns: str = ''
-    asks: Dict[str, Any] = {}       # for these only, or in this order
-    words: str = ''         # of a filter, WORD=PARAMETER, beside the parameters of the operation
-    job_key: str = ''       # of a row: the id of a job
-    read: Any = None        # the lines of a text: a function of a Session, a workflow and a Style
-
-
 def read_summary(session: Session, workflow: Values, style: Style) -> List[str]:
     """How far a workflow is, as `status` says it, and what it is about."""
     about = ('description', 'user', 'project', 'submission_directory', 'spec_path', 'timestamp')
@@ -30961,45 +31033,17 @@ def jobs_done(workflow: Values) -> str:
 TERMINAL_CELLS = {
     '(jobs)': lambda workflow: sum(workflow.get('counts', {}).values()), '(done)': jobs_done,
     '(when)': lambda event: format_local_time(dated(event).get('timestamp_formatted')), **SHOWN_OBJECTS}
-NEWEST_FIRST = {'sort_by': 'id', 'reverse_sort': True}
-TERMINAL_VIEWS = (
-    View('Workflows', 'list_workflows', 'ID -5=id, Name 16=name, User 8=user, State 15=status, '
-         'Jobs -7=(jobs), Done -5=(done), Created 0=timestamp', NEWEST_FIRST),
-    View('Summary', read=read_summary),
-    View('Jobs', 'list_jobs', 'ID -6=id, Name 20=name, Status 16=status, Attempt -7=attempt_id, '
-         'Priority -8=priority, Node -5=compute_node_id, Command 0=command', {}, 'label=labels '
-         'node=active_compute_node_id requirements=resource_requirements_id needs=upstream_job_id '
-         'file=needs_file_id', 'id'),
-    View('Running', 'list_jobs', 'ID -6=id, Name 20=name, Node -5=compute_node_id, Since 19=start_time, '
-         'Time -8=(elapsed), Command 0=command', {'status': 'running'}, 'node=active_compute_node_id', 'id'),
-    View('Results', 'list_results', 'ID -6=id, Name 16=job_name, Run -3=run_id, Attempt -7=attempt_id, '
-         'Code -4=return_code, Status 12=status, Time -7=exec_time_minutes, Memory -8=peak_memory_bytes, '
-         'Reason 0=reason', {}, 'job=job_id run=run_id code=return_code node=compute_node_id', 'job_id'),
-    View('Files', 'list_files', 'ID -6=id, Name 20=name, Changed 19=st_mtime, Path 0=path'),
-    View('User data', 'list_user_data', 'ID -6=id, Name 24=name, Ephemeral 9=is_ephemeral, Data 0=(preview)'),
-    View('Events', 'list_events', 'ID -7=id, Time 19=(when), Event 20=(type), What happened 0=(message)',
-         NEWEST_FIRST),
-    View('Compute nodes', 'list_compute_nodes', 'ID -5=id, Host 18=hostname, CPUs -4=num_cpus, '
-         'Memory (GB) -11=memory_gb, GPUs -4=num_gpus, Kind 6=compute_node_type, At work 7=is_active, '
-         'Since 0=start_time', {}, 'host=hostname'),
-    View('Allocations', 'list_scheduled_compute_nodes', 'ID -6=id, Kind 6=scheduler_type, '
-         'Slurm job -10=scheduler_id, Status 10=status, Reason 0=reason', NEWEST_FIRST),
-    View('Slurm stats', 'list_slurm_stats', 'Job -6=job_id, Run -3=run_id, Attempt -7=attempt_id, '
-         'Slurm job 12=slurm_job_id, Memory -9=max_rss_bytes, CPU seconds -11=ave_cpu_seconds, '
-         'Nodes 0=node_list', {}, 'job=job_id run=run_id', 'job_id'),
-    View('Graph', read=read_graph),
-)
+TEXTS = {'Summary': read_summary, 'Graph': read_graph}
+TERMINAL_LISTS = {shown.name: shown for shown in SHOWN_LISTS}
+TERMINAL_VIEWS = (SHOWN_LISTS[0].name, 'Summary', *list(TERMINAL_LISTS)[1:], 'Graph')
 
 
-def parse_filter(view: View, text: str) -> Dict[str, str]:
+def parse_filter(shown: ShownList, text: str) -> Dict[str, str]:
     """'status:failed work' -> {'status': 'failed', 'name': 'work'}, parameters of a list. BadInput."""
-    known = {name: name for name in parse_model(OPERATIONS[view.op].query)
-             if name not in ('workflow_id', 'offset', 'limit', 'sort_by', 'reverse_sort')}
-    known.update(pair.split('=') for pair in view.words.split())
     pairs = [part.split(':', 1) if ':' in part else ['name', part] for part in text.split()]
-    if not known.keys() >= {word for word, _ in pairs}:
-        raise BadInput(f'filters are {", ".join(f"{word}:VALUE" for word in known)}')
-    return {known[word]: value for word, value in pairs}
+    if not shown.filters.keys() >= {word for word, _ in pairs}:
+        raise BadInput(f'filters are {", ".join(f"{word}:VALUE" for word in shown.filters)}')
+    return {shown.filters[word]: value for word, value in pairs}
 
 
 # -------- what is done to a workflow --------
@@ -31076,19 +31120,18 @@ class Terminal:
     def __init__(self, session: Session, screen: Screen, workflow: Values) -> None:
         self.session, self.client, self.screen = session, session.client, screen
         self.workflow = workflow    # that the views are about; {}: none was chosen yet
-        self.of_all = False     # list workflows of all users
         self.over = None        # type: Optional[Pager]  # a text that is shown above the view
         self.message = self.problem = ''    # until the next key; why the last look failed
         self.is_away = self.is_over = False
         self.fresh_at = time.time()     # when it was as shown
-        self.show_view(TERMINAL_VIEWS[bool(workflow)])
+        self.show_view('Summary' if workflow else 'Workflows')
 
-    def show_view(self, view: View) -> None:
+    def show_view(self, view: str) -> None:
         """Go to a view."""
-        self.view = view
-        self.text = view.read and Pager(view.name, lambda: view.read(self.session, self.workflow, Style(
+        self.view, self.shown, read = view, TERMINAL_LISTS.get(view), TEXTS.get(view)
+        self.text = read and Pager(view, lambda: read(self.session, self.workflow, Style(
             self.screen.is_unicode, True, False, self.screen.window.getmaxyx()[1])))
-        self.restart({}, '')
+        self.restart({}, f'user:{user_name()}' if view == 'Workflows' else '')
 
     def restart(self, sort: Values, words: str) -> None:
         """Show a list from its begin on."""
@@ -31118,13 +31161,19 @@ class Terminal:
     @property
     def about(self) -> Values:
         """The workflow that a key is about; {}."""
-        return self.chosen if self.view.name == 'Workflows' else self.workflow
+        return self.chosen if self.view == 'Workflows' else self.workflow
+
+    @property
+    def job_id(self) -> int:
+        """The job that a key is about; 0."""
+        kind, _, key = self.shown.opens.partition('/') if self.shown else ('', '', '')
+        return self.chosen.get(key, 0) if kind == 'j' else 0
 
     def fits(self, where: str) -> bool:
         """Whether keys of a kind mean something now."""
         return bool({'': True, 'text': self.pager, 'above': self.over, 'log': isinstance(self.over, JobLog),
                      'view': not self.over, 'list': not self.pager, 'workflow': self.about and not self.over,
-                     'job': self.chosen.get(self.view.job_key)}[where])
+                     'job': self.job_id}[where])
 
     def run(self) -> None:
         """Look, show and obey until it is over."""
@@ -31167,20 +31216,19 @@ class Terminal:
 
     def look_at_list(self) -> None:
         """Ask for the rows that are seen, and once more if there are fewer rows by now."""
-        query = dict(self.view.asks, **self.sort, limit=self.height, **parse_filter(self.view, self.filter))
-        if self.view.name != 'Workflows':
+        shown = self.shown
+        query = dict(shown.asks, **self.sort, limit=self.height, **parse_filter(shown, self.filter))
+        if self.view != 'Workflows':
             query['workflow_id'] = self.workflow['id']
-        elif not self.of_all:
-            query['user'] = user_name()
         for _ in range(2):
             first, last = self.row - self.height + 1, max(0, self.total - self.height)
             self.top = min(max(self.top, first), self.row, last)
-            answer = self.client.call(self.view.op, offset=self.top, **query)
+            answer = self.client.call(shown.op, offset=self.top, **query)
             self.total, self.items = answer['total_count'], answer['items']
             if self.row < max(1, self.total):
                 break
             self.row = max(0, self.total - 1)
-        if self.view.name == 'Workflows' and self.items:
+        if self.view == 'Workflows' and self.items:
             ids = [row['id'] for row in self.items]
             found = call_addition(self.client, 'list_workflow_statuses', ids=ids, counts=True)
             for row in self.items:
@@ -31195,7 +31243,7 @@ class Terminal:
         screen.window.erase()
         title = f"workflow {self.workflow['id']}: {self.workflow['name']}" if self.workflow else 'workflows'
         screen.put(0, 0, f'torc - {self.over.title if self.over else title}', curses.A_BOLD)
-        names = [f'[{view.name}]' if view is self.view else view.name for view in TERMINAL_VIEWS]
+        names = [f'[{view}]' if view == self.view else view for view in TERMINAL_VIEWS]
         while len(' '.join(names).partition(']')[0]) >= width and names[0][0] != '[':   # from a later one on
             names.pop(0)
         screen.put(1, 0, ' '.join(names))
@@ -31218,8 +31266,8 @@ class Terminal:
         screen, left, order = self.screen, 1, '▼▲' if self.screen.is_unicode else 'v^'
         colours = {row.name: screen.colours.get(row.colour, 0) for row in STATUSES}
         signs = SIGNS if screen.is_unicode else {row.name: row.symbol for row in STATUSES}
-        for title, text, key in re.findall(r'([^,=]+?) (-?\d+)=([^,]+)(?:, )?', self.view.columns):
-            width, show = int(text) or max(1, room - left), SHOWN_VALUES.get(key, lambda value: value)
+        for title, wanted, key in self.shown.parts:
+            width, show = wanted or max(1, room - left), SHOWN_VALUES.get(key, lambda value: value)
             shown = TERMINAL_CELLS.get(key) or (lambda row, key=key, show=show: show(row.get(key)))
             title += order[not self.sort['reverse_sort']] if self.sort.get('sort_by') == key else ''
             screen.put(2, left, title, screen.curses.A_UNDERLINE, width)
@@ -31265,15 +31313,15 @@ class Terminal:
         if isinstance(self.over, JobLog):
             other = 'stderr' if self.over.stream == 'stdout' else 'stdout'
             return self.show_over(JobLog(self.client, self.over.job_id, other))
-        step = 1 if key == 'Tab' else -1
-        self.go_to(TERMINAL_VIEWS[(TERMINAL_VIEWS.index(self.view) + step) % len(TERMINAL_VIEWS)].name)
+        place = TERMINAL_VIEWS.index(self.view) + (1 if key == 'Tab' else -1)
+        self.go_to(TERMINAL_VIEWS[place % len(TERMINAL_VIEWS)])
 
-    def go_to(self, name: str) -> None:
+    def go_to(self, view: str) -> None:
         """A view, of the workflow that is chosen now."""
-        if name != 'Workflows' and not self.about:
+        if view != 'Workflows' and not self.about:
             raise BadInput('there is no workflow to show')
         self.workflow = self.about or self.workflow
-        self.show_view(next(view for view in TERMINAL_VIEWS if view.name == name))
+        self.show_view(view)
 
     def back(self, key: str) -> None:
         """Close what is shown above the view; else to the workflows."""
@@ -31284,22 +31332,21 @@ class Terminal:
 
     def open_row(self, key: str) -> None:
         """Open a workflow, or show all of a row."""
-        row, job_key = self.chosen, self.view.job_key
-        if self.view.name == 'Workflows':
+        row = self.chosen
+        if self.view == 'Workflows':
             return self.go_to('Summary')
 
         def read() -> List[str]:
-            job = self.session.job(row['id']) if job_key == 'id' else {}
+            job = self.session.job(row['id']) if self.shown.opens == 'j/id' else {}
             reason = {'reason': self.session.reason(job)} if job else {}
             return format_record({**row, **reason, **job}).splitlines()
         if row:
-            self.show_over(Pager(self.view.name, read))
+            self.show_over(Pager(self.view, read))
 
     def sort_by(self, key: str) -> None:
         """By a column: descending, then ascending, then as usual."""
-        keys = re.findall(r'=([^,]+)', self.view.columns)
-        name = keys[int(key) - 1] if int(key) <= len(keys) else '('
-        if name[0] == '(' or 'sort_by' not in parse_model(OPERATIONS[self.view.op].query):
+        name = next((part[2] for part in self.shown.parts[int(key) - 1:]), '')
+        if name not in self.shown.sortable:
             raise BadInput('the server does not sort by that')
         before = self.sort.get('reverse_sort') if self.sort.get('sort_by') == name else None
         after = {} if before is False else {'sort_by': name, 'reverse_sort': before is None}
@@ -31309,7 +31356,7 @@ class Terminal:
         """Ask for a filter, and use it."""
         text = self.ask('filter, such as status:failed name:work: ', self.filter)
         if text is not None:
-            parse_filter(self.view, text)
+            parse_filter(self.shown, text)
             self.restart(self.sort, text)
 
     def search(self, key: str) -> None:
@@ -31320,10 +31367,10 @@ class Terminal:
             self.message = f'{pager.wanted} does not come any more'
 
     def turn_users(self, key: str) -> None:
-        """Workflows of all users, or of one's own."""
-        self.of_all = not self.of_all
+        """Workflows of all users, or of one's own: the filter says so."""
+        is_own = self.view == 'Workflows' and bool(self.filter)
         self.go_to('Workflows')
-        self.message = 'workflows of all users' if self.of_all else 'your workflows'
+        self.filter = '' if is_own else self.filter
 
     def ask(self, question: str, text: str) -> Optional[str]:
         """A line that is typed; None if it was given up."""
@@ -31341,7 +31388,7 @@ class Terminal:
         """Do something to a workflow, after a question, which shows what would be done."""
         self.client.ensure_connected(TERMINAL_CONNECT_S)
         action, workflow = ACTIONS[key], self.session.workflow(self.about['id'])
-        job_id, answer = self.chosen.get(self.view.job_key, 0), ''
+        job_id, answer = self.job_id, ''
         named = f"workflow {workflow['id']} ({workflow['name']})"
         if action.has_plan:
             lines = action.work(self.session, workflow, job_id, True)
@@ -31361,11 +31408,11 @@ class Terminal:
             self.message = action.said
             if key == 'd':
                 self.workflow = {}
-                self.show_view(TERMINAL_VIEWS[0])
+                self.show_view('Workflows')
 
     def set_priority(self, key: str) -> None:
         """Change a job's priority."""
-        job_id = self.chosen[self.view.job_key]
+        job_id = self.job_id
         text = self.ask(f'priority of job {job_id} (higher ones are claimed first): ', '')
         if text:
             if not re.match(r'-?[0-9]{1,9}\Z', text):
@@ -31412,7 +31459,7 @@ KEYS = (
     Key('a', 'view', 'workflows of all users, or your own', Terminal.turn_users),
     Key('e', 'workflow', 'events of a workflow', lambda terminal, _: terminal.go_to('Events')),
     Key('l', 'job', 'what a job prints', lambda terminal, _: terminal.show_over(
-        JobLog(terminal.client, terminal.chosen[terminal.view.job_key], 'stdout'))),
+        JobLog(terminal.client, terminal.job_id, 'stdout'))),
     Key('p', 'job', "change a job's priority", Terminal.set_priority),
     *(Key(action.key, 'workflow', action.help, Terminal.act) for action in ACTIONS.values()),
     *(Key(key, 'workflow', f"show the command: {' '.join(words)}", Terminal.show_command)
@@ -31420,22 +31467,6 @@ KEYS = (
     Key('?', 'view', 'this help', Terminal.help),
     Key('q', 'view', 'quit', lambda terminal, _: setattr(terminal, 'is_over', True)),
 )
-
-
-@contextlib.contextmanager
-def ending_by_signals(ended_by: List[int]) -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is done as Ctrl-C does, and are noted; warnings are kept off the screen."""
-    def end(number: int, _: Any) -> None:
-        ended_by.append(number)
-        raise KeyboardInterrupt
-    handlers = [(number, signal.signal(number, end)) for number in (signal.SIGTERM, signal.SIGHUP)]
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = False
-        for number, handler in handlers:
-            signal.signal(number, handler)
 
 
 def cmd_tui(session: Session, args: Arguments) -> int:
@@ -31457,12 +31488,12 @@ def cmd_tui(session: Session, args: Arguments) -> int:
     session.client.database_id = call_addition(session.client, 'get_database').get('id', '')
     workflow = {} if args['workflow_id'] is None else session.workflow(args['workflow_id'])
     os.environ.setdefault('ESCDELAY', '25')     # ms that Esc waits for more of a key; else a second
-    ended_by = []       # type: List[int]
-    try:
-        with ending_by_signals(ended_by):
+    log.disabled = True         # warnings are kept off the screen
+    with interrupted_by_signals() as numbers:
+        try:
             curses.wrapper(lambda window: Terminal(session, Screen(curses, window, session), workflow).run())
-    except KeyboardInterrupt:
-        return 128 + (ended_by or [signal.SIGINT])[0]
+        except KeyboardInterrupt:
+            return 128 + numbers[-1]
     return 0
 
 
@@ -33589,9 +33620,9 @@ button { cursor: pointer; } button.main { background: var(--link); color: var(--
 textarea { width: 100%; min-height: 22rem; font-family: ui-monospace, monospace; box-sizing: border-box; }
 .app table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: .22rem .8rem .22rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
-th button { border: 0; padding: 0; font-weight: 600; background: none; }
-td.number, th.number { text-align: right; }
-.scroll { overflow: auto; } .rows { height: calc(100vh - 16rem); min-height: 12rem; }
+th button, td button { border: 0; padding: 0; font-weight: inherit; background: none; } td button { color: var(--link); }
+.rows { height: calc(100vh - 16rem); min-height: 12rem; }
+.scroll { overflow: auto; } .scroll th, .scroll td { overflow-wrap: break-word; max-width: 34rem; }
 .rows td { white-space: nowrap; max-width: 34rem; overflow: hidden; text-overflow: ellipsis; height: 1.5rem;
            padding-top: .1rem; padding-bottom: .1rem; }
 .rows thead { position: sticky; top: 0; background: var(--paper); }
@@ -33774,10 +33805,8 @@ function showPage(page) {{
 """
 
 APP_SCRIPT = r"""
-const API = '/torc-service/v1', ROW_PX = 26, CHUNK = 200, PIECE = 1 << 18, KEPT_PIECES = 16;
-const STATUSES = {      // in the order of a job's life: sign, and whether it is over
-  uninitialized: '·', blocked: '…', ready: 'o', pending: '»', running: '▶', completed: '✓', failed: '✗',
-  canceled: '–', terminated: '⧖', disabled: '⊘', pending_failed: '?'};
+const API = '/torc-service/v1', ROW_PX = 26, CHUNK = 200, PIECE = 1 << 18, KEPT_PIECES = 16, EVERY_S = 5;
+const RESTS = 10;       // so many times as long as an answer took nothing is asked: a large one costs the server much
 const BROKEN = ['failed', 'terminated', 'canceled'];
 let word = localStorage.getItem('torc-session') || '', server = {}, view = null;
 
@@ -33810,11 +33839,11 @@ function fill(parent, ...children) {        // what had the focus gets it again
 const link = (to, ...text) => make('a', {href: '#/' + to, 'data-key': to}, ...text);
 const count = (number, noun) => `${number.toLocaleString('en')} ${noun}${number === 1 ? '' : 's'}`;
 const clock = time => time ? new Date(time).toLocaleString('sv') : '';
-const stateOf = status => make('span', {class: `state s-${status}`}, `${STATUSES[status] || '·'} `,
+const stateOf = status => make('span', {class: `state s-${status}`}, `${server.signs[status] || '·'} `,
                                make('span', {class: 'soft'}, status.replace('_', ' ')));
 const sum = numbers => numbers.reduce((all, one) => all + one, 0);
 
-function table(columns, rows, label) {      // columns: name -> what a row shows there
+function table(columns, rows, label) {      // columns: title -> what a row shows there
   const names = Object.keys(columns);
   return make('div', {class: 'scroll'}, make('table', {'aria-label': label},
     make('thead', {}, make('tr', {}, names.map(name => make('th', {scope: 'col'}, name)))),
@@ -33825,7 +33854,7 @@ const facts = pairs => make('dl', {}, Object.entries(pairs).filter(pair => ![nul
   .map(([name, value]) => [make('dt', {}, name), make('dd', {}, value)]));
 
 function progressBar(counts) {
-  const all = sum(Object.values(counts)), known = Object.keys(STATUSES).filter(name => counts[name]);
+  const all = sum(Object.values(counts)), known = Object.keys(server.signs).filter(name => counts[name]);
   const bar = make('div', {class: 'bar', role: 'img', 'aria-label':
     known.map(name => `${counts[name]} ${name}`).join(', ') || 'no jobs'});
   for (const name of ['completed', ...known.filter(name => name !== 'completed')].filter(name => counts[name])) {
@@ -33922,10 +33951,7 @@ async function follow(mine, workflow) {     // the event stream of a workflow, r
         left = blocks.pop();
         for (const block of blocks) {
           last = (/^id: (.*)$/m.exec(block) || [0, last])[1];
-          const data = (/^data: (.*)$/m.exec(block) || [])[1];
-          if (!data) continue;
-          mine.isDue = true;
-          if (mine.onEvent) mine.onEvent(JSON.parse(data));
+          mine.isDue = mine.isDue || /^data: /m.test(block);
         }
       }
     } catch (error) {
@@ -33938,20 +33964,24 @@ async function follow(mine, workflow) {     // the event stream of a workflow, r
 
 // ---- views ----
 
-function begin(title, refresh, every = 5) {     // a view: what is shown, and how it stays right
+function begin(title, refresh) {        // a view: what is shown, and what keeps it right
   if (view) view.gone.abort();
-  view = {gone: new AbortController(), refresh, every, at: 0, isDue: true, isBusy: false, how: 'asking'};
-  document.title = title + ' - torc';
+  view = {gone: new AbortController(), refresh, at: 0, rest: 0, isDue: true, isBusy: false, how: 'asking'};
+  document.title = visible(title) + ' - torc';
   document.getElementById('live').textContent = '';
   document.getElementById('said').replaceChildren();
   return view;
 }
 
+function soon() {
+  Object.assign(view, {at: 0, rest: 0, isDue: true});
+  tick();
+}
+
 async function tick() {
-  const mine = view;
-  if (!mine || mine.isBusy || document.hidden) return;
-  const age = (Date.now() - mine.at) / 1000;
-  if (age < Math.max(2, (mine.rest || 0) / 1000) || !(mine.isDue || mine.how !== 'stream' && age >= mine.every)) return;
+  const mine = view, begun = Date.now(), age = begun - (mine || {}).at;
+  if (!mine || !mine.refresh || mine.isBusy || document.hidden || age < Math.max(2000, mine.rest)) return;
+  if (!mine.isDue && (mine.how === 'stream' || age < 1000 * EVERY_S)) return;
   Object.assign(mine, {isBusy: true, isDue: false});
   try {
     await mine.refresh();
@@ -33964,7 +33994,7 @@ async function tick() {
       say(error.message, true);
     }
   }
-  Object.assign(mine, {isBusy: false, at: Date.now()});
+  Object.assign(mine, {isBusy: false, at: Date.now(), rest: RESTS * (Date.now() - begun)});
 }
 
 function show(...children) {
@@ -33972,7 +34002,7 @@ function show(...children) {
 }
 
 function showLogin(message) {
-  begin('Log in', async () => {}, 1e9);
+  begin('Log in');
   const user = make('input', {id: 'user', autocomplete: 'username', required: true});
   const password = make('input', {id: 'password', type: 'password', autocomplete: 'current-password', required: true});
   const submit = event => {
@@ -34016,48 +34046,132 @@ async function confirmed(title, body, verb, isOnlyShown) {      // a dialog; whe
   return dialog.returnValue === 'yes';
 }
 
-async function act(work, done) {
+async function act(work) {      // what it returns is said
   try {
-    const answer = await work();
-    say(typeof done === 'function' ? done(answer) : done);
-    view.isDue = true;
-    view.at = 0;
+    say(await work() || '');
+    soon();
   } catch (error) {
     if (!(error instanceof LoggedOut)) say(error.message, true);
   }
 }
 
-// ---- workflows ----
+// ---- lists ----
 
-function showWorkflows() {
-  const search = make('input', {type: 'search', 'aria-label': 'Part of the name', placeholder: 'Part of the name'});
-  const archived = make('input', {type: 'checkbox'}), mine = make('input', {type: 'checkbox', checked: !server.is_owner});
-  const list = make('div'), place = {offset: 0};
-  const again = () => { place.offset = 0; view.isDue = true; view.at = 0; tick(); };
-  [search, archived, mine].forEach(input => input.addEventListener('input', again));
-  begin('Workflows', async () => {
-    const query = {limit: 50, offset: place.offset, sort_by: 'id', reverse_sort: true, is_archived: archived.checked};
-    if (search.value) query.name = search.value;
-    if (mine.checked) query.user = server.user;
-    const {items, total_count} = await get('/workflows', query);
-    const found = items.length ? await get('/workflow_statuses', {ids: items.map(one => one.id), counts: true}) : {};
-    const turn = step => () => { place.offset = Math.max(0, place.offset + step); view.isDue = true; view.at = 0; tick(); };
-    fill(list, make('p', {class: 'soft'}, count(total_count, 'workflow')), table({
-      ID: row => row.id, Name: row => link(`w/${row.id}`, row.name), User: row => row.user,
-      State: row => stateOf(found.statuses[row.id] || 'uninitialized'),
-      Jobs: row => sum(Object.values(found.counts[row.id] || {})).toLocaleString('en'),
-      Progress: row => progressBar(found.counts[row.id] || {}), Created: row => clock(row.timestamp),
-    }, items, 'Workflows'), make('p', {class: 'tools'},
-      place.offset > 0 && make('button', {click: turn(-50), 'data-key': 'newer'}, 'Newer'),
-      place.offset + 50 < total_count && make('button', {click: turn(50), 'data-key': 'older'}, 'Older')));
+const SHOWN = [     // keys of columns -> how their values are shown
+  [/^status$/, stateOf], [/_bytes$/, value => value ? amount(value, 'B') : ''], [/_minutes$/, value => elapsed(60 * value)],
+  [/^timestamp$|_time$/, clock], [/mtime$/, value => clock(1000 * value)], [/^is_/, value => value ? 'yes' : 'no']];
+const MADE = {      // columns that are made of a row
+  '(jobs)': row => sum(Object.values(row.counts || {})).toLocaleString('en'), '(done)': row => progressBar(row.counts || {}),
+  '(elapsed)': row => row.start_time ? elapsed((Date.now() - new Date(row.start_time)) / 1000) : '',
+  '(when)': row => clock(row.timestamp), '(type)': row => row.data.event_type || row.data.category || '',
+  '(message)': row => row.data.message || JSON.stringify(row.data), '(preview)': row => JSON.stringify(row.data).slice(0, 60)};
+
+function cellOf(key, row) {
+  const value = row[key], shown = SHOWN.find(([pattern]) => pattern.test(key));
+  if (MADE[key]) return MADE[key](row);
+  if (value === null || value === undefined) return '';
+  if (typeof value === 'number' && !shown) return +value.toFixed(2);
+  return shown ? shown[1](value) : typeof value === 'object' ? JSON.stringify(value) : value;
+}
+
+const listNamed = name => server.lists.find(list => list.name === name);
+const slugOf = name => name.toLowerCase().replace(' ', '_');
+
+function cellsOf(list) {        // title -> what a row shows there: its name opens one, its number shows all of it
+  const keys = list.columns.map(column => column.key), [kind, id] = list.opens.split('/');
+  const linked = ['name', 'job_name', 'scheduler_id', 'job_id'].find(key => kind && keys.includes(key));
+  const showAll = row => confirmed(list.name, facts(Object.fromEntries(Object.keys(row).map(key => [key, cellOf(key, row)]))), '', true);
+  return Object.fromEntries(list.columns.map(({title, key}) => [title, key === linked ? row => link(`${kind}/${row[id]}`, cellOf(key, row)) :
+    key === 'id' ? row => make('button', {click: () => showAll(row), 'data-key': `row ${row.id}`}, row.id) : row => cellOf(key, row)]));
+}
+
+const rowsOf = (list, items) => table(cellsOf(list), items, list.name);
+
+function parseFilter(list, text) {      // 'status:failed work_1' -> {status: 'failed', name: 'work_1'}
+  return Object.fromEntries(text.split(/\s+/).filter(Boolean).map(part => {
+    const [, key, value] = /^(\w+):(.*)$/.exec(part) || [0, 'name', part];
+    if (!list.filters[key]) throw new Error(`${key} is no filter here: use ${Object.keys(list.filters).join(', ')}`);
+    return [list.filters[key], value];
+  }));
+}
+
+async function addStates(workflows) {
+  const {statuses, counts} = await get('/workflow_statuses', {ids: workflows.map(row => row.id), counts: true});
+  for (const row of workflows) Object.assign(row, {status: statuses[row.id] || 'uninitialized', counts: counts[row.id]});
+}
+
+function showList(body, list, fixed, words) {       // only the rows that are seen exist; the server sorts and filters
+  const search = make('input', {type: 'search', value: words, 'data-key': 'search', 'aria-label': `Filter ${list.name}`,
+    placeholder: Object.keys(list.filters).slice(0, 8).map(key => key + ':').join('  ')});
+  const total = make('span', {class: 'soft', role: 'status'}), rows = make('tbody'), chunks = new Map();
+  const cells = Object.values(cellsOf(list)), [above, below] = [0, 1].map(() => make('td', {colspan: cells.length}));
+  let order = {}, known = 0, waiting = 0;
+  const reload = sorted => {
+    order = sorted;
+    heads.forEach((head, index) => head.setAttribute('aria-sort', list.columns[index].key !== order.sort_by ? 'none' :
+      order.reverse_sort ? 'descending' : 'ascending'));
+    chunks.clear();
+    box.scrollTop = 0;
+    history.replaceState(null, '', `${location.hash.split('?')[0] || '#/'}?${encodeURIComponent(search.value)}`);
+    soon();
+  };
+  const heads = list.columns.map(({title, key}) => make('th', {scope: 'col'}, !list.sortable.includes(key) ? title : make('button', {
+    click: () => reload({sort_by: key, reverse_sort: order.sort_by === key && !order.reverse_sort})}, title)));
+  const box = make('div', {class: 'scroll rows', tabindex: 0, role: 'region', 'aria-label': list.name},
+    make('table', {'aria-label': list.name}, make('thead', {}, make('tr', {}, heads)), rows));
+  const load = async number => {
+    const {items, total_count} = await get(list.path, {...list.asks, ...order, ...parseFilter(list, search.value), ...fixed,
+                                                       limit: CHUNK, offset: number * CHUNK});
+    if (list.name === 'Workflows' && items.length) await addStates(items);
+    known = total_count;
+    chunks.set(number, items);
+    total.textContent = count(known, 'row');
+  };
+  const draw = () => {
+    const first = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - 10);
+    const last = Math.min(known, first + Math.ceil(box.clientHeight / ROW_PX) + 30), shown = [];
+    for (let index = first; index < last; index++) {
+      const row = (chunks.get(Math.floor(index / CHUNK)) || [])[index % CHUNK];
+      shown.push(make('tr', {'aria-rowindex': index + 2}, row ? cells.map(cell => make('td', {}, cell(row))) :
+        make('td', {colspan: cells.length}, '…')));
+    }
+    above.style.height = `${first * ROW_PX}px`;
+    below.style.height = `${(known - last) * ROW_PX}px`;
+    box.firstChild.setAttribute('aria-rowcount', known + 1);
+    fill(rows, make('tr', {class: 'spacer', 'aria-hidden': 'true'}, above), shown,
+         make('tr', {class: 'spacer', 'aria-hidden': 'true'}, below));
+  };
+  const needed = () => {
+    const first = Math.floor(box.scrollTop / ROW_PX / CHUNK), last = (box.scrollTop + box.clientHeight) / ROW_PX;
+    return [...new Set([first, Math.floor(Math.min(last, Math.max(0, known - 1)) / CHUNK)])];
+  };
+  box.addEventListener('scroll', () => {
+    requestAnimationFrame(draw);
+    clearTimeout(waiting);
+    waiting = setTimeout(async () => {
+      await Promise.all(needed().filter(number => !chunks.has(number)).map(load)).catch(error => say(error.message, true));
+      draw();
+    }, 60);
   });
-  show(make('h1', {}, 'Workflows'), make('div', {class: 'tools'}, search,
-    make('label', {}, mine, ' mine only'), make('label', {}, archived, ' archived'),
-    make('a', {href: '#/new'}, 'New workflow')), list);
+  search.addEventListener('change', () => reload(order));
+  fill(body, make('div', {class: 'tools'}, search, total), box);
+  return async () => {
+    const wanted = needed();
+    for (const number of [...chunks.keys()]) if (!wanted.includes(number)) chunks.delete(number);
+    await Promise.all(wanted.map(load));
+    draw();
+  };
+}
+
+function showWorkflows(words) {
+  const body = make('div');
+  begin('Workflows');
+  show(make('h1', {}, 'Workflows'), make('p', {}, make('a', {href: '#/new'}, 'New workflow')), body);
+  view.refresh = showList(body, listNamed('Workflows'), {}, words || (server.is_owner ? '' : `user:${server.user}`));
 }
 
 function showNew() {
-  begin('New workflow', async () => {}, 1e9);
+  begin('New workflow');
   const text = make('textarea', {id: 'text', spellcheck: 'false', 'aria-describedby': 'found'});
   const name = make('input', {id: 'file', value: 'workflow.yaml'});
   const where = make('input', {id: 'where', value: server.directory || '', size: 40});
@@ -34094,31 +34208,21 @@ function showNew() {
 
 // ---- one workflow ----
 
-const TABS = {summary: showSummary, jobs: showJobs, graph: showGraph, timeline: showTimeline,
-              resources: showResources, slurm: showSlurm, events: showEvents};
+const DRAWN = {summary: showSummary, graph: showGraph, timeline: showTimeline, resources: showResources};
 
-async function showWorkflow(id, tab = 'summary', query) {
-  const mine = begin(`Workflow ${id}`, async () => {});
+async function showWorkflow(id, tab = 'summary', words = '') {
+  const mine = begin(`Workflow ${id}`), lists = server.lists.slice(1);    // without that of workflows
   const workflow = await get(`/workflows/${id}`), body = make('div');
   if (mine !== view) return;
   document.title = `${visible(workflow.name)} - torc`;
+  const tabs = [['Summary', 'summary'], ...lists.map(list => [list.name, slugOf(list.name)]),
+                ...['graph', 'timeline', 'resources'].map(name => [name[0].toUpperCase() + name.slice(1), name])];
   show(make('h1', {}, link('', 'Workflows'), ` / ${workflow.name} `, make('span', {class: 'soft'}, `(${id})`)),
-    make('nav', {'aria-label': 'Parts of the workflow'}, Object.keys(TABS).map(name => make('a', {
-      href: `#/w/${id}/${name}`, 'aria-current': name === tab && 'page'}, name[0].toUpperCase() + name.slice(1)))), body);
+    make('nav', {'aria-label': 'Parts of the workflow'}, tabs.map(([name, slug]) => make('a', {
+      href: `#/w/${id}/${slug}`, 'aria-current': slug === tab && 'page'}, name))), body);
   follow(mine, id);
-  mine.refresh = await TABS[tab](body, workflow, query);
-}
-
-function stateWords(status) {
-  const {jobs_by_status: counts, active_compute_nodes: nodes, pending_scheduled_nodes: pending} = status;
-  if (status.is_canceled) return 'canceled';
-  if (status.is_complete) return sum(BROKEN.map(name => counts[name])) ? 'ended, and not all of it is good' : 'complete';
-  const runs = counts.running + counts.pending;
-  if (runs) return `${count(runs, 'job')} running on ${count(nodes, 'compute node')}`;
-  if (pending) return `waiting for ${count(pending, 'allocation')} in Slurm's queue`;
-  if (nodes) return `${count(nodes, 'compute node')} at work, no job running`;
-  if (counts.ready) return 'waiting for a runner';
-  return counts.uninitialized === status.total_jobs ? 'not started' : 'waiting';
+  const list = lists.find(one => slugOf(one.name) === tab);
+  mine.refresh = list ? showList(body, list, {workflow_id: id}, words) : DRAWN[tab](body, workflow, words);
 }
 
 function timeLeft(status, times) {      // from the attempts that ended last: '12m to 18m'
@@ -34130,29 +34234,23 @@ function timeLeft(status, times) {      // from the attempts that ended last: '1
   return `${elapsed(Math.max(0, guess - error))} to ${elapsed(guess + error)}, if ${runs} run at a time`;
 }
 
-async function showSummary(body, workflow) {
-  const id = workflow.id, seen = [];
+function showSummary(body, workflow) {
+  const id = workflow.id;
   return async () => {
-    const [status, why, ended, nodes] = await Promise.all([
-      get(`/workflows/${id}/status`), get(`/workflows/${id}/explanation`),
+    const [waiting, ended, nodes] = await Promise.all([get(`/workflows/${id}/waiting`),
       get('/results', {workflow_id: id, limit: 100, sort_by: 'id', reverse_sort: true}),
       get('/compute_nodes', {workflow_id: id, is_active: true, limit: 50})]);
-    const counts = status.jobs_by_status, over = sum(['completed', ...BROKEN].map(name => counts[name]));
-    seen.push([Date.now() / 1000, over]);
-    while (seen.length > 1 && seen[0][0] < Date.now() / 1000 - 60) seen.shift();
-    const rate = (over - seen[0][1]) / Math.max(1, seen[seen.length - 1][0] - seen[0][0]);
-    const times = ended.items.map(row => row.exec_time_minutes * 60);
-    fill(body, make('p', {role: 'status'}, make('strong', {}, `Workflow is ${stateWords(status)}`)), progressBar(counts),
+    const {status} = waiting, counts = status.jobs_by_status, times = ended.items.map(row => row.exec_time_minutes * 60);
+    fill(body, make('p', {role: 'status'}, make('strong', {}, waiting.summary)), progressBar(counts),
       make('div', {class: 'columns'}, make('section', {}, make('h2', {}, 'Jobs'), table({
         Status: ([name]) => link(`w/${id}/jobs?status:${name}`, stateOf(name)), Jobs: row => row[1].toLocaleString('en'),
       }, Object.entries(counts).filter(pair => pair[1]), 'Jobs by status'), facts({
-        'Ended per minute': rate ? (60 * rate).toPrecision(2) : null, 'Time left': timeLeft(status, times),
-        'Wall time': status.walltime_seconds && elapsed(status.walltime_seconds),
+        'Time left': timeLeft(status, times), 'Wall time': status.walltime_seconds && elapsed(status.walltime_seconds),
         'Execution time': elapsed(60 * (status.total_exec_time_minutes || 0))})),
       make('section', {}, make('h2', {}, 'What it is about'), facts({
         Description: workflow.description, Owner: workflow.user, Project: workflow.project, Run: workflow.run_id,
         Directory: workflow.submission_directory, File: workflow.spec_path, Created: clock(workflow.timestamp)}))),
-      troubles(why, workflow), nodes.items.length > 0 && [make('h2', {}, 'Compute nodes at work'), nodeTable(nodes.items)],
+      troubles(waiting), nodes.items.length > 0 && [make('h2', {}, 'Compute nodes at work'), rowsOf(listNamed('Compute nodes'), nodes.items)],
       make('h2', {}, 'Actions'), actions(workflow, status), make('p', {class: 'soft'},
         'This server starts no processes. In a terminal on the cluster:'),
       commandLine(...shell(workflow, status)));
@@ -34167,285 +34265,166 @@ function shell(workflow, status) {
   return [`cd ${workflow.submission_directory || '.'}`, ...lines, verb('watch') + ' --recover', verb('explain')];
 }
 
-function troubles(why, workflow) {
-  const line = row => make('li', {}, link(`j/${row.job_id}`, row.job_name), ` (${row.status}`,
-    row.return_code !== undefined && `, return code ${row.return_code}`, ')', row.count > 1 && ` and ${row.count - 1} more`,
+function troubles({explanation: why, ready}) {
+  const line = row => make('li', {}, link(`j/${row.job_id}`, row.job_name), row.status && ` (${row.status}` +
+    (row.return_code !== undefined ? `, return code ${row.return_code})` : ')'), row.count > 1 && ` and ${row.count - 1} more`,
     row.reason && `: ${row.reason}`);
   const parts = {'What failed, and why': why.failures, Canceled: why.canceled, 'What others wait for': why.blockers,
-                 'To be known': why.remarks};
-  const ended = why.ended_allocations.map(row => make('li', {}, `Slurm job ${row.scheduler_id}: ${row.reason || row.status}`));
+                 'Ready, and why it does not run yet': ready, 'To be known': why.remarks};
+  const ended = why.ended_allocations.map(row => make('li', {}, link(`a/${row.id}`, `Slurm job ${row.scheduler_id}`),
+                                                      `: ${row.reason || row.status}`));
   return [...Object.entries(parts).filter(pair => pair[1].length).map(([title, rows]) =>
     [make('h2', {}, title), make('ul', {}, rows.map(line))]),
     ended.length > 0 && [make('h2', {}, 'Allocations that ended badly'), make('ul', {}, ended)]];
 }
 
-const nodeTable = nodes => table({
-  ID: row => row.id, Host: row => row.hostname, CPUs: row => row.num_cpus, Memory: row => `${row.memory_gb.toFixed(1)} GB`,
-  GPUs: row => row.num_gpus, Kind: row => row.compute_node_type, Since: row => clock(row.start_time),
-  Until: row => clock(row.end_time), 'At work': row => row.is_active ? 'yes' : row.reason || 'no',
-}, nodes, 'Compute nodes');
-
-function jobList(jobs) {
-  return make('ul', {}, jobs.slice(0, 30).map(job => make('li', {}, `${job.name || job.job_name} (${job.status})`)),
-              jobs.length > 30 && make('li', {}, `and ${jobs.length - 30} more`));
+function runAgain(title, send, ...notes) {      // send(isDryRun) gives the jobs that would run again
+  return act(async () => {
+    const plan = await send(true), jobs = [...plan.jobs || plan.changed, ...plan.downstream_jobs];
+    const lines = jobs.slice(0, 30).map(job => make('li', {}, `${job.name || job.job_name} (${job.status || job.reason})`));
+    const shown = make('ul', {}, lines, jobs.length > 30 && make('li', {}, `and ${jobs.length - 30} more`));
+    if (!await confirmed(title, [jobs.length ? [`${count(jobs.length, 'job')} would run again:`, shown] :
+                                 'There is nothing to run again.', notes], title, !jobs.length)) return '';
+    await send(false);
+    return 'Ready to run again: start a runner.';
+  });
 }
 
+const resetJobs = (id, wanted) => isDryRun => ask('POST', `/workflows/${id}/reset_jobs?dry_run=${isDryRun}`, wanted);
+
+const ACTIONS = {   // what would happen, what is asked for, and what is said then
+  Initialize: ['Jobs that wait for nothing become ready.', [['POST', '/initialize_jobs?only_uninitialized=true']], 'Initialized.'],
+  'Reset all': ['All jobs are to run again, also those that are complete.', [['POST', '/reset_status'], ['POST', '/reset_job_status']],
+                'All jobs are set back: initialize, then run.'],
+  Cancel: ['Running jobs are stopped by their runners; waiting ones do not start.', [['PUT', '/cancel']], 'Canceled.'],
+  Archive: ['Archived workflows are not listed by default.', [['POST', '/archive', {is_archived: true}]], 'Archived.'],
+  Unarchive: ['It is listed again.', [['POST', '/archive', {is_archived: false}]], 'Unarchived.'],
+  Delete: ['It goes, with its jobs and their results. Files on disk stay.', [['DELETE', '']], 'Deleted.']};
+
 function actions(workflow, status) {
-  const path = `/workflows/${workflow.id}`;
-  const reset = (title, wanted) => async () => act(async () => {
-    const plan = await ask('POST', `${path}/reset_jobs?dry_run=true`, wanted);
-    const jobs = [...plan.reset_jobs || plan.jobs || [], ...plan.downstream_jobs || []];
-    if (!await confirmed(title, jobs.length ? [`${count(jobs.length, 'job')}, with all that depends on them:`, jobList(jobs)] :
-                         'There are no such jobs.', title, !jobs.length)) return null;
-    return ask('POST', `${path}/reset_jobs`, wanted);
-  }, answer => answer ? 'Ready to run again: start a runner.' : '');
-  const simple = (title, words, work, done) => async () => act(
-    async () => await confirmed(title, words, title) && (await work(), true), answer => answer ? done : '');
-  const buttons = {
-    'Initialize': simple('Initialize', 'Jobs that wait for nothing become ready.', () =>
-      ask('POST', `${path}/initialize_jobs?only_uninitialized=true`), 'Initialized.'),
-    'Retry what failed': reset('Retry what failed', {statuses: BROKEN, reinit: true}),
-    'Run again what changed': async () => act(async () => {
-      const plan = await ask('POST', `${path}/process_changed_job_inputs?dry_run=true`);
-      const jobs = (plan.reinitialized_jobs || []).map(name => ({name, status: 'would run again'}));
-      if (!await confirmed('Run again what changed', jobs.length ? jobList(jobs) : 'No input has changed.', 'Run again',
-                           !jobs.length)) return null;
-      await ask('POST', `${path}/process_changed_job_inputs`);
-      return ask('POST', `${path}/initialize_jobs?only_uninitialized=true`);
-    }, answer => answer ? 'Ready to run again.' : ''),
-    'Reset all': simple('Reset all', 'All jobs are to run again, also those that are complete.', async () => {
-      await ask('POST', `${path}/reset_status`);
-      await ask('POST', `${path}/reset_job_status`);
-    }, 'All jobs are set back: initialize, then run.'),
-    'Cancel': simple('Cancel', 'Running jobs are stopped by their runners; waiting ones do not start.', () =>
-      ask('PUT', `${path}/cancel`), 'Canceled.'),
-    [workflow.is_archived ? 'Unarchive' : 'Archive']: simple('Archive', 'Archived workflows are not listed by default.', () =>
-      ask('POST', `${path}/archive`, {is_archived: !workflow.is_archived}), 'Done.'),
-    'Delete': simple('Delete', `Workflow ${workflow.id} (${workflow.name}) goes, with its ${count(status.total_jobs, 'job')} ` +
-      'and their results. Files on disk stay.', async () => {
-      await ask('DELETE', path);
-      location.assign('#/');
-    }, 'Deleted.')};
+  const path = `/workflows/${workflow.id}`, buttons = {
+    'Retry what failed': () => runAgain('Retry what failed', resetJobs(workflow.id, {statuses: BROKEN, reinit: true})),
+    'Run again what changed': () => runAgain('Run again what changed', async isDryRun => {
+      if (!isDryRun) await ask('POST', `${path}/reset_status`);
+      const found = await ask('POST', `${path}/check_changes`, {files: {}, dry_run: isDryRun});
+      if (!isDryRun) await ask('POST', `${path}/initialize_jobs?only_uninitialized=true`);
+      return found;
+    }, make('p', {class: 'soft'}, 'The server looks at no files. Where they are, this finds those that have changed, too:'),
+      commandLine(`${server.program} workflows reinit ${workflow.id} --dry-run`))};
+  for (const [name, [words, requests, said]] of Object.entries(ACTIONS)) buttons[name] = () => act(async () => {
+    const about = `Workflow ${workflow.id} (${workflow.name}), ${count(status.total_jobs, 'job')}. ${words}`;
+    if (!await confirmed(name, about, name)) return '';
+    for (const [method, end, body] of requests) await ask(method, path + end, body);
+    if (name === 'Delete') location.assign('#/');
+    if (name.includes('rchive')) workflow.is_archived = name === 'Archive';
+    return said;
+  });
+  delete buttons[workflow.is_archived ? 'Archive' : 'Unarchive'];
   return make('div', {class: 'tools'}, Object.entries(buttons).map(([name, click]) =>
     make('button', {click, 'data-key': name}, name)));
 }
 
 // ---- jobs ----
 
-const JOB_COLUMNS = {id: 'ID', name: 'Name', status: 'Status', attempt_id: 'Attempt', priority: 'Priority',
-                     compute_node_id: 'Node', command: 'Command'};
-const JOB_FILTERS = {name: 'name', status: 'status', command: 'command', label: 'labels', labels: 'labels',
-                     node: 'active_compute_node_id', requirements: 'resource_requirements_id', needs: 'upstream_job_id',
-                     file: 'needs_file_id'};
-
-function parseFilter(text) {        // 'status:failed work_1' -> {status: 'failed', name: 'work_1'}
-  const query = {};
-  for (const part of text.split(/\s+/).filter(Boolean)) {
-    const [, key, value] = /^(\w+):(.*)$/.exec(part) || [0, 'name', part];
-    if (!JOB_FILTERS[key]) throw new Error(`${key} is no column: use ${Object.keys(JOB_FILTERS).join(', ')}`);
-    query[JOB_FILTERS[key]] = value;
-  }
-  return query;
-}
-
-async function showJobs(body, workflow, query) {        // only the rows that are seen exist
-  const search = make('input', {type: 'search', value: query || '', 'data-key': 'search',
-    'aria-label': 'Filter jobs', placeholder: 'status:failed name:work command:python'});
-  const total = make('span', {class: 'soft', role: 'status'}), rows = make('tbody');
-  const above = make('td', {colspan: 7}), below = make('td', {colspan: 7});
-  const order = {sort_by: 'id', reverse_sort: false}, chunks = new Map();
-  let known = 0;
-  const heads = Object.entries(JOB_COLUMNS).map(([key, title]) => {
-    const head = make('th', {scope: 'col'}, make('button', {click: () => {
-      order.reverse_sort = order.sort_by === key && !order.reverse_sort;
-      order.sort_by = key;
-      for (const [other, cell] of heads) cell.setAttribute('aria-sort', other !== key ? 'none' :
-        order.reverse_sort ? 'descending' : 'ascending');
-      reload();
-    }}, title));
-    return [key, head];
-  });
-  const list = make('table', {'aria-label': 'Jobs'}, make('thead', {}, make('tr', {}, heads.map(pair => pair[1]))), rows);
-  const box = make('div', {class: 'scroll rows', tabindex: 0, role: 'region', 'aria-label': 'Jobs'}, list);
-  const load = async number => {
-    const {items, total_count} = await get('/jobs', {workflow_id: workflow.id, limit: CHUNK, offset: number * CHUNK, ...order,
-                                                     ...parseFilter(search.value)});
-    known = total_count;
-    chunks.set(number, items);
-    total.textContent = count(total_count, 'job');
-    list.setAttribute('aria-rowcount', total_count + 1);
-  };
-  const cell = {name: job => link(`j/${job.id}`, job.name), status: job => stateOf(job.status)};
-  const draw = () => {
-    const first = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - 10);
-    const last = Math.min(known, first + Math.ceil(box.clientHeight / ROW_PX) + 30), shown = [];
-    for (let index = first; index < last; index++) {
-      const chunk = chunks.get(Math.floor(index / CHUNK)), job = chunk && chunk[index % CHUNK];
-      shown.push(make('tr', {'aria-rowindex': index + 2}, job ? Object.keys(JOB_COLUMNS).map(key =>
-        make('td', {}, cell[key] ? cell[key](job) : job[key])) : make('td', {colspan: 7}, '…')));
-    }
-    above.style.height = `${first * ROW_PX}px`;
-    below.style.height = `${(known - last) * ROW_PX}px`;
-    fill(rows, make('tr', {class: 'spacer', 'aria-hidden': 'true'}, above), shown,
-         make('tr', {class: 'spacer', 'aria-hidden': 'true'}, below));
-  };
-  const needed = () => {
-    const first = Math.floor(box.scrollTop / ROW_PX / CHUNK);
-    const last = Math.floor((box.scrollTop + box.clientHeight) / ROW_PX / CHUNK);
-    return [...new Set([first, Math.min(last, Math.floor(Math.max(0, known - 1) / CHUNK))])];
-  };
-  const reload = async () => {
-    chunks.clear();
-    box.scrollTop = 0;
-    view.isDue = true;
-    view.at = 0;
-    history.replaceState(null, '', `#/w/${workflow.id}/jobs?${encodeURIComponent(search.value)}`);
-  };
-  let isWaiting = 0;
-  box.addEventListener('scroll', () => {
-    requestAnimationFrame(draw);
-    clearTimeout(isWaiting);
-    isWaiting = setTimeout(async () => {
-      await Promise.all(needed().filter(number => !chunks.has(number)).map(load)).catch(error => say(error.message, true));
-      draw();
-    }, 60);
-  });
-  search.addEventListener('change', reload);
-  fill(body, make('div', {class: 'tools'}, search, total), box);
-  return async () => {
-    const wanted = needed();
-    for (const number of [...chunks.keys()]) if (!wanted.includes(number)) chunks.delete(number);
-    await Promise.all(wanted.map(load));
-    draw();
-  };
-}
-
 async function showJob(id) {
-  const mine = begin(`Job ${id}`, async () => {}), job = await get(`/jobs/${id}`);
+  const mine = begin(`Job ${id}`), job = await get(`/jobs/${id}`), of = {workflow_id: job.workflow_id, job_id: id, limit: 100};
   const requirements = await get(`/resource_requirements/${job.resource_requirements_id}`).catch(() => ({}));
   if (mine !== view) return;
   document.title = `${visible(job.name)} - torc`;
-  const head = make('div'), attempts = make('div'), logs = {};
-  const parts = ['stdout', 'stderr'].map(stream => {
-    const part = make('section', {}, make('h2', {}, stream));
-    logs[stream] = showLog(part, `/jobs/${id}/output`, stream, mine);
-    return part;
-  });
+  const head = make('div'), attempts = make('div');
+  const logs = ['stdout', 'stderr'].map(stream => showLog(`/jobs/${id}/output`, stream));
   show(make('h1', {}, link('', 'Workflows'), ' / ', link(`w/${job.workflow_id}`, `workflow ${job.workflow_id}`), ' / ',
     link(`w/${job.workflow_id}/jobs`, 'jobs'), ` / ${job.name}`), head, make('h2', {}, 'Command'), make('pre', {}, job.command),
-    attempts, make('div', {class: 'columns'}, parts));
+    attempts, make('div', {class: 'columns'}, logs.map(log => log.part)));
   follow(mine, job.workflow_id);
   mine.refresh = async () => {
     const [now, why, results, stats] = await Promise.all([get(`/jobs/${id}`), get(`/jobs/${id}/explanation`),
-      get('/results', {workflow_id: job.workflow_id, job_id: id, all_runs: true, limit: 100}),
-      get('/slurm_stats', {workflow_id: job.workflow_id, job_id: id, limit: 100})]);
+      get('/results', {...of, all_runs: true, sort_by: 'id', reverse_sort: true}), get('/slurm_stats', of)]);
     const needs = (now.depends_on_job_ids || []).slice(0, 20);
     fill(head, make('p', {role: 'status'}, stateOf(now.status), why.reason && ` ${why.reason}`), facts({
       ID: id, Requirements: requirements.name && `${requirements.name}: ${count(requirements.num_cpus, 'CPU')}, ` +
         `${requirements.memory}, ${requirements.num_gpus} GPUs, ${requirements.num_nodes} nodes, ${requirements.runtime}`,
       'Waits for': needs.length ? needs.map(need => [link(`j/${need}`, `job ${need}`), ' ']) : null,
       'Compute node': now.compute_node_id, Labels: (now.labels || []).join(' ')}), jobActions(now));
-    fill(attempts, make('h2', {}, 'Attempts'), results.items.length === 0 && make('p', {class: 'soft'}, 'None has ended.'), table({
-      Run: row => row.run_id, Attempt: row => row.attempt_id, Status: row => stateOf(row.status), Code: row => row.return_code,
-      Ended: row => clock(row.completion_time), Time: row => elapsed(60 * row.exec_time_minutes),
-      Memory: row => row.peak_memory_bytes ? amount(row.peak_memory_bytes, 'B') : '',
-      CPU: row => row.peak_cpu_percent ? amount(row.peak_cpu_percent, '%') : '', Node: row => row.compute_node_id,
-      Reason: row => row.reason || '',
-      Slurm: row => (({slurm_job_id, max_rss_bytes} = {}) => slurm_job_id ? `job ${slurm_job_id}` +
-        (max_rss_bytes ? `, ${amount(max_rss_bytes, 'B')}` : '') : '')(stats.items.find(one =>
-        one.run_id === row.run_id && one.attempt_id === row.attempt_id)),
-    }, results.items.slice().reverse(), 'Attempts'));
-    for (const log of Object.values(logs)) await log(now);
+    fill(attempts, make('h2', {}, 'Attempts'), results.items.length ? rowsOf(listNamed('Results'), results.items) :
+      make('p', {class: 'soft'}, 'None has ended.'), stats.items.length > 0 && rowsOf(listNamed('Slurm stats'), stats.items));
+    for (const log of logs) await log.read(now.attempt_id);
+    mine.isDue = now.status === 'running' || mine.isDue;
   };
 }
 
 function jobActions(job) {
   const priority = make('input', {type: 'number', value: job.priority, id: 'priority', 'data-key': 'priority'});
-  const again = async () => act(async () => {
-    const path = `/workflows/${job.workflow_id}/reset_jobs`, wanted = {job_ids: [job.id], reinit: true};
-    const plan = await ask('POST', `${path}?dry_run=true`, wanted);
-    const jobs = [...plan.reset_jobs || plan.jobs || [], ...plan.downstream_jobs || []];
-    return await confirmed('Run again', jobList(jobs), 'Run again') && ask('POST', path, wanted);
-  }, answer => answer ? 'Ready to run again: start a runner.' : '');
+  const again = () => runAgain('Run again', resetJobs(job.workflow_id, {job_ids: [job.id], reinit: true}));
   return make('div', {class: 'tools'}, make('label', {for: 'priority'}, 'Priority'), priority,
-    make('button', {'data-key': 'set', click: () => act(
-      () => ask('PUT', `/jobs/${job.id}`, {priority: Number(priority.value)}), 'Its priority is changed.')}, 'Set'),
+    make('button', {'data-key': 'set', click: () => act(async () =>
+      await ask('PUT', `/jobs/${job.id}`, {priority: Number(priority.value)}) && 'Its priority is changed.')}, 'Set'),
     make('button', {'data-key': 'again', click: again}, 'Run again'));
 }
 
 async function showAllocation(id) {
-  const mine = begin(`Allocation ${id}`, async () => {}), record = await get(`/scheduled_compute_nodes/${id}`);
-  const logs = ['stderr', 'stdout'].map(stream => [make('section', {}, make('h2', {}, stream)), stream]);
-  const follow = logs.map(([part, stream]) => showLog(part, `/scheduled_compute_nodes/${id}/output`, stream, mine));
-  show(make('h1', {}, link(`w/${record.workflow_id}/slurm`, `workflow ${record.workflow_id}`),
-            ` / Slurm job ${record.scheduler_id} (${record.status})`), make('p', {}, record.reason), logs.map(pair => pair[0]));
+  const mine = begin(`Allocation ${id}`), record = await get(`/scheduled_compute_nodes/${id}`);
+  const logs = ['stderr', 'stdout'].map(stream => showLog(`/scheduled_compute_nodes/${id}/output`, stream));
+  show(make('h1', {}, link(`w/${record.workflow_id}/allocations`, `workflow ${record.workflow_id}`),
+            ` / Slurm job ${record.scheduler_id} (${record.status})`), make('p', {}, record.reason), logs.map(log => log.part));
   mine.refresh = async () => {
-    for (const log of follow) await log({attempt_id: 1});
+    for (const log of logs) await log.read(1);
   };
 }
 
-function showLog(part, path, stream, mine) {      // the end of a file; more is added at either end
-  const text = make('pre', {class: 'log', tabindex: 0, role: 'region', 'aria-label': stream});
-  const note = make('p', {class: 'soft'}), place = {first: 0, next: -PIECE, attempt: 0, size: 0};
-  let pen = {}, decoder = new TextDecoder();
-  const read = async offset => {
-    const {size, offset: at, data} = await get(path, {stream, begin: offset});
-    return {size, at, data: Uint8Array.from(atob(data), mark => mark.charCodeAt(0))};
+function showLog(path, stream) {        // the end of a file; more is added at either end
+  const text = make('pre', {class: 'log', tabindex: 0, role: 'region', 'aria-label': stream}), note = make('p', {class: 'soft'});
+  let first = 0, next = -PIECE, attempt = 0, pen = {}, decoder = new TextDecoder();
+  const ask = async begin => {
+    const {size, offset, data} = await get(path, {stream, begin});
+    return {size, offset, data: Uint8Array.from(atob(data), mark => mark.charCodeAt(0))};
   };
-  const earlier = make('button', {hidden: true, click: async () => {
-    const {data, at} = await read(Math.max(0, place.first - PIECE)), older = make('span');
-    paint(older, new TextDecoder().decode(data.slice(0, place.first - at)), {});
+  const earlier = make('button', {hidden: true, click: () => act(async () => {
+    const {data, offset} = await ask(Math.max(0, first - PIECE)), older = make('span');
+    paint(older, new TextDecoder().decode(data.slice(0, first - offset)), {});
     text.prepend(older);
-    place.first = at;
-    earlier.hidden = at === 0;
-  }}, 'Earlier output');
-  part.append(note, earlier, text);
-  return async job => {
-    if (job.attempt_id !== place.attempt) {
-      Object.assign(place, {first: 0, next: -PIECE, attempt: job.attempt_id});
-      [pen, decoder] = [{}, new TextDecoder()];
+    first = offset;
+    earlier.hidden = first === 0;
+  })}, 'Earlier output');
+  const read = async attemptNow => {
+    if (attemptNow !== attempt) {
+      [first, next, attempt, pen, decoder] = [0, -PIECE, attemptNow, {}, new TextDecoder()];
       text.replaceChildren();
     }
     const isAtEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
     try {
       for (let turns = 0; turns < 4; turns++) {
-        const {data, size, at} = await read(place.next);
-        if (place.next < 0) place.first = at;
-        place.next = at + data.byteLength;
-        place.size = size;
-        const piece = make('span');
+        const {data, size, offset} = await ask(next), piece = make('span');
+        if (next < 0) first = offset;
+        next = offset + data.byteLength;
         paint(piece, decoder.decode(data, {stream: true}), pen);
         text.append(piece);
         while (text.children.length > KEPT_PIECES) text.firstChild.remove();
-        if (place.next >= size) break;
+        note.textContent = amount(size, 'B');
+        if (next >= size) break;
       }
-      earlier.hidden = place.first === 0;
-      note.textContent = `${amount(place.size, 'B')}`;
+      earlier.hidden = first === 0;
     } catch (error) {
       if (error.name === 'AbortError' || error instanceof LoggedOut) throw error;
       note.textContent = error.message;
     }
     if (isAtEnd) text.scrollTop = text.scrollHeight;
-    if (job.status === 'running') mine.isDue = true;
   };
+  return {read, part: make('section', {}, make('h2', {}, stream), note, earlier, text)};
 }
 
 // ---- drawings ----
 
-async function drawn(body, path, words, controls, isWide) {
+function drawn(body, path, words, controls, isWide) {
   const place = make('div', {class: 'scroll'}), note = make('p', {class: 'soft'});
   let before = '';
   fill(body, controls, note, place);
   return async () => {
-    const begun = Date.now(), {shapes, width, height, title} = await get(...path());
-    view.rest = 10 * (Date.now() - begun);      // a large one costs the server much
-    const text = JSON.stringify(shapes);
+    const {shapes, width, height, title} = await get(...path()), text = JSON.stringify(shapes);
     note.textContent = title;
     if (text === before) return;
     before = text;
-    const svg = document.createElementNS(SVG, 'svg');
-    for (const [key, value] of Object.entries({viewBox: `0 0 ${width} ${height}`, role: 'group', 'aria-label': words}))
-      svg.setAttribute(key, value);
+    const svg = add(make('div'), 'svg', {viewBox: `0 0 ${width} ${height}`, role: 'group', 'aria-label': words});
     svg.style.minWidth = `${width}px`;
     svg.style.maxWidth = isWide ? 'none' : `${width}px`;
     drawShapes(svg, shapes);
@@ -34454,8 +34433,7 @@ async function drawn(body, path, words, controls, isWide) {
 }
 
 function showGraph(body, workflow, query) {
-  const files = make('input', {type: 'checkbox'});
-  files.addEventListener('change', () => { view.isDue = true; view.at = 0; });
+  const files = make('input', {type: 'checkbox', change: soon});
   const open = new URLSearchParams(query || '').get('open') || '';
   return drawn(body, () => [`/workflows/${workflow.id}/graph`, {open, files: files.checked}], 'Graph of the jobs',
     make('div', {class: 'tools'}, make('label', {}, files, ' files and user data'),
@@ -34463,10 +34441,10 @@ function showGraph(body, workflow, query) {
 }
 
 function showTimeline(body, workflow) {
-  return drawn(body, () => [`/workflows/${workflow.id}/timeline`], 'Jobs on nodes over time', make('div'), true);
+  return drawn(body, () => [`/workflows/${workflow.id}/timeline`], 'Jobs on nodes over time', null, true);
 }
 
-async function showResources(body, workflow) {
+function showResources(body, workflow) {
   return async () => {
     const top = key => get('/results', {workflow_id: workflow.id, limit: BARS, sort_by: key, reverse_sort: true});
     const [memory, cpu] = await Promise.all([top('peak_memory_bytes'), top('peak_cpu_percent')]);
@@ -34491,36 +34469,6 @@ const bytes = text => {         // '1.5g' -> 1610612736
   return Number(number) * 1024 ** ' kmgtp'.indexOf(unit.toLowerCase() || ' ');
 };
 
-async function showSlurm(body, workflow) {
-  return async () => {
-    const query = {workflow_id: workflow.id, limit: 200, sort_by: 'id', reverse_sort: true};
-    const [records, nodes] = await Promise.all([get('/scheduled_compute_nodes', query), get('/compute_nodes', query)]);
-    fill(body, make('h2', {}, 'Allocations'), records.items.length === 0 && make('p', {class: 'soft'}, 'None was submitted.'), table({
-      ID: row => link(`a/${row.id}`, row.id), 'Slurm job': row => row.scheduler_id || '', Status: row => row.status, Reason: row => row.reason || ''
-    }, records.items, 'Allocations'), make('h2', {}, 'Compute nodes'), nodeTable(nodes.items),
-      make('p', {class: 'soft'}, 'What Slurm says of them:'),
-      commandLine(`${server.program} slurm sacct ${workflow.id}`, `${server.program} slurm parse-logs torc_output -w ${workflow.id}`));
-  };
-}
-
-async function showEvents(body, workflow) {
-  const rows = make('tbody'), seen = new Set();
-  const line = (time, type, message, id) => {
-    if (seen.has(id)) return;
-    seen.add(id);
-    rows.prepend(make('tr', {}, make('td', {}, clock(time)), make('td', {}, type), make('td', {}, message)));
-    while (rows.children.length > 1000) rows.lastChild.remove();
-  };
-  fill(body, make('table', {'aria-label': 'Events'}, make('thead', {}, make('tr', {}, ['Time', 'Event', 'What happened'].map(
-    name => make('th', {scope: 'col'}, name)))), rows));
-  view.onEvent = event => event.dropped ? line(Date.now(), '', `${count(event.dropped, 'event')} more`, {}) : line(event.timestamp, event.event_type,
-    (event.data || {}).message || JSON.stringify(event.data), `${event.timestamp} ${JSON.stringify(event.data)}`);
-  const {items} = await get('/events', {workflow_id: workflow.id, limit: 200, sort_by: 'id', reverse_sort: true});
-  items.reverse().forEach(row => line(row.timestamp, row.data.event_type || row.data.category, row.data.message ||
-    JSON.stringify(row.data), row.id));
-  return async () => {};
-}
-
 // ---- from the beginning ----
 
 const ROUTES = [[/^$/, showWorkflows], [/^new$/, showNew], [/^w\/(\d+)(?:\/(\w+))?$/, showWorkflow], [/^j\/(\d+)$/, showJob],
@@ -34533,7 +34481,7 @@ async function route() {
     const match = pattern.exec(path || '');
     if (!match) continue;
     try {
-      await open(...match.slice(1).map(part => part), words);
+      await open(...match.slice(1), words);
     } catch (error) {
       if (error.name === 'AbortError' || error instanceof LoggedOut) return undefined;
       say(error.message, true);
@@ -34559,7 +34507,6 @@ async function start() {
 }
 
 document.getElementById('out').addEventListener('click', logOut);
-document.addEventListener('visibilitychange', () => view && (view.isDue = true));
 document.addEventListener('keydown', event => {
   const field = document.querySelector('input[type=search]');
   if (event.key === '/' && field && !/^(INPUT|TEXTAREA)$/.test(document.activeElement.tagName)) {
@@ -34567,6 +34514,7 @@ document.addEventListener('keydown', event => {
     field.focus();
   }
 });
+document.addEventListener('visibilitychange', () => view && (view.isDue = true));
 addEventListener('hashchange', route);
 setInterval(tick, 500);
 (location.hash.startsWith('#key=') ? takeKey() : start()).catch(error => error instanceof LoggedOut || say(error.message, true));
