@@ -21026,23 +21026,30 @@ class TerminalViewTest(WorldTest):
             p 5 Enter               => Job 1 has priority 5 | > 1 prep ✓ completed 1 5
             p x Enter               => 'x' is not a whole number
             p Escape                => !priority of job
-            y                       => This would run again (23 jobs) | prep (completed) | (y/n) Run this of workflow 1 (study \\u202e1)
-            n                       => > 1 prep ✓ completed | !again
-            BTab y                  => This would run again (2 jobs) | bad (failed) | gather (canceled)
-            y                       => Ready to run: x shows how | ready 1 o
-            I                       => There is nothing to run again
-            x                       => Type in another terminal, or after Ctrl-Z: | run 1
+            y                       => $ torc.py jobs reset-status 1 --reinit --dry-run | would reset 1 prep (completed) | would run again, too: work_1, work_2 | Do so? (y/N)
+            n Enter                 => Nothing was done | Enter: back to the view
+            Enter                   => > 1 prep ✓ completed | !again
+            BTab y                  => would reset 22 bad (failed) | would run again, too: gather | Do so? (y/N)
+            y Enter                 => Reset 1 job. Run 'torc.py run 1' to execute.
+            Enter                   => [Summary] | ready 1 o
+            I                       => $ torc.py workflows reinit 1 --dry-run | Safe: no input is missing | Do so?
+            n Enter                 => Nothing was done
+            Enter x                 => Type in another terminal, or after Ctrl-Z: | run 1
             q W                     => watch 1 --recover
-            q C                     => (y/n) Cancel workflow 1 (study \\u202e1)? Running jobs are stopped
-            y                       => Canceled; | Workflow was canceled
-            R                       => (y/n) Reset workflow 1
-            y                       => All jobs are set back | uninitialized 23
-            i                       => (y/n) Initialize workflow 1
-            y                       => Ready to run: x shows how | ready 1 o | blocked 22
-            Escape d                => (y/n) Delete workflow 1 (study \\u202e1) with all jobs and results?
-            n                       => > 1 study
-            d y                     => Deleted | 0 of 0
-            d                       => !(y/n)
+            q C                     => Cancel workflow 1 (study \\u202e1)
+            y Enter                 => Canceled workflow 1
+            Enter                   => Workflow was canceled
+            R                       => Reset the status of all jobs
+            y Enter                 => Successfully reset 23 jobs
+            Enter                   => uninitialized 23
+            i                       => Forget all results of workflow 1
+            y Enter                 => Enter: back to the view
+            Enter                   => ready 1 o | blocked 22
+            Escape d                => Delete workflow 1 (study \\u202e1)
+            n Enter                 => Nothing was done
+            Enter                   => > 1 study
+            d y Enter               => Deleted
+            Enter                   => 0 of 0
             Tab                     => there is no workflow to show
             """)
 
@@ -21055,7 +21062,7 @@ class TerminalViewTest(WorldTest):
         self.play('Tab => [Jobs] | > 1 prep . uninitialized | * as of')
         self.world.server.send(signal.SIGTERM)
         self.play('=> o the server is away since | the server of | > 1 prep')
-        self.play('y => !(y/n) | the server of')
+        self.play('/ => > 1 prep | the server of')
         self.world.serve('-d', 'my.db', '--port', port)
         self.play('=> * as of | !away | > 1 prep')
         pid = next(pid for pid, words in processes_with(self.world.mark).items() if words.startswith(sys.executable) and ' tui 1' in words)

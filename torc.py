@@ -26529,7 +26529,9 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> Any:
                       workflow_id=workflow_id)
     if args['dry_run']:
         value = dict(found, dry_run=True, reinit_requested=is_reinit)
-        return Answer(value, [f"would reset {job['job_id']} {job['name']} ({job['status']})" for job in jobs])
+        lines = [f"would reset {job['job_id']} {job['name']} ({job['status']})" for job in jobs]
+        again = [job['name'] for job in found['downstream_jobs']] if is_reinit else []
+        return Answer(value, lines + [f'would run again, too: {first_of(again)}'] * bool(again))
     refuse_at_work(session.client, workflow_id, args['force'])
     count = counted(len(jobs), 'job')
     if not session.confirm(f'Reset the status of {count} of {name_workflow(session, workflow_id)}?'):
@@ -30901,8 +30903,8 @@ def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
 # `tui` shows what the page shows, in its words and with its signs, where there is no browser: SHOWN_LISTS, and
 # TEXTS. KEYS says what keys do. Only what is seen is asked for: the rows on the screen, sorted and filtered
 # by the server, every two seconds, or so seldom that it does other things most of the time. All text passes
-# Screen.put(), where it becomes printable. No job is started from here: for what goes on working, the command
-# to type is shown.
+# Screen.put(), where it becomes printable. What is done to a workflow is done by the commands, which have the
+# terminal meanwhile. No job is started from here: for what goes on working, the command to type is shown.
 
 TERMINAL_LOOK_S = 2.0           # between looks at what is shown
 TERMINAL_LOOK_SHARE = 10        # ... at least so many times as long as the answer took
@@ -31046,68 +31048,17 @@ def parse_filter(shown: ShownList, text: str) -> Dict[str, str]:
     return {shown.filters[word]: value for word, value in pairs}
 
 
-# -------- what is done to a workflow --------
-
-class Action(Row):
-    """What a key does to a workflow, after a question."""
-    key: str
-    help: str
-    question: str           # {} stands for the workflow
-    work: Callable[[Session, Values, int, bool], Any]   # ..., id of the chosen job or 0, is it a dry run
-    said: str               # when it is done
-    has_plan: bool = False      # the lines that a dry run gives are shown with the question
-
-
-def initialize(session: Session, workflow: Values, *_: Any) -> None:
-    """Make jobs ready that wait for nothing."""
-    refuse_missing_inputs(check_files(session.client, workflow), False, log.warning)
-    prepare_run(session.client, workflow, False)
-
-
-def run_changed(session: Session, workflow: Values, job_id: int, is_dry_run: bool) -> List[str]:
-    """Run again what is out of date, as `workflows reinit` does."""
-    refuse_missing_inputs(check_files(session.client, workflow), False, log.warning)
-    if not is_dry_run:
-        session.call('reset_workflow_status', workflow_id=workflow['id'])
-        prepare_run(session.client, workflow)
-    found = find_changes(session.client, workflow, is_dry_run=True) if is_dry_run else {}
-    return [f"{change['job_name']}: {change['reason']}" for changes in found.values() for change in changes]
-
-
-def run_again(session: Session, workflow: Values, job_id: int, is_dry_run: bool) -> List[str]:
-    """Run a job, or without one all that failed, again, with what depends on it."""
-    wanted = {'job_ids': [job_id]} if job_id else {'statuses': list(BROKEN_WORDS)}  # type: Dict[str, Any]
-    wanted['reinit'] = True
-    plan = session.call('reset_jobs', wanted, workflow_id=workflow['id'], dry_run=is_dry_run)
-    return [f"{job['name']} ({job['status']})" for job in plan['jobs'] + plan['downstream_jobs']]
-
-
-def reset_all(session: Session, workflow: Values, *_: Any) -> None:
-    """Set all jobs back."""
-    session.call('reset_workflow_status', workflow_id=workflow['id'])
-    session.call('reset_job_status', workflow_id=workflow['id'])
-
-
-def delete_own(session: Session, workflow: Values, *_: Any) -> None:
-    """Delete a workflow of the user's that is not at work."""
-    deletable_workflow(session, False, workflow['id'])
-    session.call('delete_workflow', workflow_id=workflow['id'])
-
-
-RUN_NOW = 'Ready to run: x shows how'
-ACTIONS = {action.key: action for action in (
-    Action('i', 'initialize it', 'Initialize {}? Jobs that wait for nothing become ready', initialize,
-           RUN_NOW),
-    Action('I', 'run again what changed', 'Run this of {} again?', run_changed, RUN_NOW, True),
-    Action('y', 'run the chosen job, or all that failed, again', 'Run this of {} again?', run_again,
-           RUN_NOW, True),
-    Action('R', 'reset all its jobs', 'Reset {}? All jobs are to run again, also those that are complete',
-           reset_all, 'All jobs are set back: initialize (i), then run'),
-    Action('C', 'cancel it', 'Cancel {}? Running jobs are stopped', lambda session, workflow, *_: [
-        session.call('cancel_workflow', workflow_id=workflow['id'])],
-        'Canceled; the command `cancel` does so with allocations of Slurm'),
-    Action('d', 'delete it', 'Delete {} with all jobs and results?', delete_own, 'Deleted'),
-)}
+# What keys do to a workflow, or first to the chosen job: key, where it means something, what for, the command.
+# Commands ask before something is lost; what a dry run would do we ask about.
+COMMAND_KEYS = (
+    ('i', 'workflow', 'initialize it: all its jobs, in a new run', 'workflows init {workflow}'),
+    ('I', 'workflow', 'run again what changed', 'workflows reinit {workflow} --dry-run'),
+    ('y', 'job', 'run the chosen job again', 'jobs reset-status {job} --reinit --dry-run'),
+    ('y', 'workflow', 'run again all that failed', f'jobs reset-status --status {",".join(BROKEN_WORDS)} '
+     '--workflow-id {workflow} --reinit --dry-run'),
+    ('R', 'workflow', 'reset all its jobs', 'workflows reset-status {workflow}'),
+    ('C', 'workflow', 'cancel it, and its allocations', 'cancel {workflow}'),
+    ('d', 'workflow', 'delete it', 'delete {workflow}'))
 TYPED = {   # keys that show a command
     'x': ('run',), 's': ('submit',), 'W': ('watch', '--recover'), 'V': ('recover', '--dry-run')}
 
@@ -31384,31 +31335,29 @@ class Terminal:
             text = text[:-1] if key == 'Backspace' else '' if key == '\x15' else text  # Ctrl-U
             text += key if len(key) == 1 and key.isprintable() else ''
 
-    def act(self, key: str) -> None:
-        """Do something to a workflow, after a question, which shows what would be done."""
-        self.client.ensure_connected(TERMINAL_CONNECT_S)
-        action, workflow = ACTIONS[key], self.session.workflow(self.about['id'])
-        job_id, answer = self.job_id, ''
-        named = f"workflow {workflow['id']} ({workflow['name']})"
-        if action.has_plan:
-            lines = action.work(self.session, workflow, job_id, True)
-            if not lines:
-                raise Refused('There is nothing to run again')
-            self.over = Pager(f"This would run again ({counted(len(lines), 'job')})", lambda: lines)
-            self.over.look()
-        while answer not in ('y', 'n', 'q', 'Esc'):
-            self.message = '(y/n) ' + action.question.format(named)
-            self.draw()
-            answer = self.screen.read_key(60)
-            self.move(answer)
-        self.message = ''
-        self.show_over(None)
-        if answer == 'y':
-            action.work(self.session, workflow, job_id, False)
-            self.message = action.said
-            if key == 'd':
-                self.workflow = {}
-                self.show_view('Workflows')
+    def run_command(self, key: str) -> None:
+        """Leave the terminal to a command, until a key is typed after its end."""
+        text = next(text for name, where, _, text in COMMAND_KEYS if name == key and self.fits(where))
+        words = text.format(workflow=self.about['id'], job=self.job_id).split()
+        self.screen.curses.endwin()
+        is_done = not self.start(words)
+        if is_done and words[-1] == '--dry-run' and self.session.agrees('Do so?'):
+            is_done = not self.start([*words[:-1], '--no-prompts'])
+        self.session.ask('Enter: back to the view ')
+        self.screen.window.clear()
+        self.due_at = 0.0
+        if key == 'd' and is_done:
+            self.show_view('Workflows')
+
+    def start(self, words: Sequence[str]) -> int:
+        """Run a command in the foreground; its exit code. Ctrl-C is its business."""
+        line = command_line(self.session, *words)
+        self.session.report(f'$ {line}')
+        handler = signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            return subprocess.call([sys.executable, os.path.abspath(__file__), *shlex.split(line)[1:]])
+        finally:
+            signal.signal(signal.SIGINT, handler)
 
     def set_priority(self, key: str) -> None:
         """Change a job's priority."""
@@ -31461,7 +31410,7 @@ KEYS = (
     Key('l', 'job', 'what a job prints', lambda terminal, _: terminal.show_over(
         JobLog(terminal.client, terminal.job_id, 'stdout'))),
     Key('p', 'job', "change a job's priority", Terminal.set_priority),
-    *(Key(action.key, 'workflow', action.help, Terminal.act) for action in ACTIONS.values()),
+    *(Key(key, where, words, Terminal.run_command) for key, where, words, _ in COMMAND_KEYS),
     *(Key(key, 'workflow', f"show the command: {' '.join(words)}", Terminal.show_command)
       for key, words in TYPED.items()),
     Key('?', 'view', 'this help', Terminal.help),
