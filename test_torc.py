@@ -8677,6 +8677,44 @@ class PageServerTest(WorldTest):
         os.symlink(self.world.path('elsewhere'), os.path.join(directory, 'job_stdio'))
         self.world.write(os.path.join('elsewhere', os.path.basename(path)), 'abc')
         self.assertEqual(403, read(), 'a link on the way')
+        self.see_figures(number, job, directory)
+
+    def see_figures(self, number: int, job: int, directory: str) -> None:
+        """Time series are drawn that lie below a directory of this database, and never behind a link."""
+        def figures(query: str = '') -> Any:
+            found = self.ask('GET', f'/torc-service/v1/workflows/{number}/figures{query}')[2]
+            return [figure['layout']['title']['text'] for figure in found['figures']], found['note'][:36]
+        nothing = [], torc.NOT_SAMPLED[:36]
+        series = os.path.join(directory, torc.SERIES_DIRECTORY)
+        name = f'resource_metrics_wf{number}_hh_r1_p1.db'
+        rows = [('names', (row, f'job {row}', None)) for row in (job, 99)]
+        rows += [('jobs', (row, at, 50.0, 10 ** 6, 1)) for row in (job, 99) for at in range(1000, 1500)]
+        self.assertEqual(nothing, figures())
+        os.mkdir(series)
+        torc.write_series(os.path.join(series, name), rows + [('node', (at, 50.0, 1, 2)) for at in range(1000, 1500)])
+        self.assertEqual((['CPU of all jobs', 'Memory of all jobs', 'Nodes'], ''), figures())
+        self.assertEqual(([f'Job {job}: job {job}'], ''), figures(f'?job_id={job}'))
+        self.assertEqual(([], 'Nothing was sampled yet.'), figures('?job_id=7'))
+        data = self.ask('GET', f'/torc-service/v1/workflows/{number}/figures?job_id={job}')[2]['figures'][0]['data']
+        self.assertLessEqual(len(data[0]['x']), torc.PAGE_DETAIL.points + 2)
+        with unittest.mock.patch.object(torc, 'MAX_SERIES_BYTES', 5):
+            self.assertEqual(([], 'the time series are larger than 5B: '), figures())
+        os.rename(os.path.join(series, name), self.world.path(name))
+        self.assertEqual(nothing, figures())
+        os.symlink(self.world.path(name), os.path.join(series, name))
+        self.assertEqual(nothing, figures(), 'a link in the place of the file')
+        os.unlink(os.path.join(series, name))
+        os.rmdir(series)
+        os.mkdir(self.world.path('behind'))
+        os.rename(self.world.path(name), self.world.path('behind', name))
+        os.symlink(self.world.path('behind'), series)
+        self.assertEqual(nothing, figures(), 'a link on the way')
+        os.unlink(series)
+        os.mkdir(series)
+        self.world.write(os.path.join(series, name), 'SQLite format 3\0, and no more')
+        self.assertEqual(([], f'{name} is no time series: name a file'[:36]), figures())
+        self.world.write(os.path.join(directory, torc.OUTPUT_RECORD), json.dumps({'id': 'x' * 32, 'path': 'y'}))
+        self.assertEqual(nothing, figures(), 'the directory of another database')
 
 
 # ======== 10c. Streams ========
@@ -22580,6 +22618,8 @@ class PageTest(FlowTest):
     HOSTILE = '<script>window.harm=1</script>\u202ejavascript:alert(1)'
     SPEC = """
         name: "study %s"
+        resource_monitor: {sample_interval_seconds: 1, flush_interval_seconds: 1, jobs: {granularity: time_series},
+          compute_node: {enabled: true, granularity: time_series}}
         resource_requirements: [{name: small, num_cpus: 1, memory: 100m, runtime: PT5M}]
         files: [{name: data, path: data.txt}]
         jobs:
@@ -22592,8 +22632,8 @@ class PageTest(FlowTest):
     VIEWS = (
         ('', '=study'), ('', '=second'), ('new', '=Paste a workflow file'), ('w/1', '=What failed, and why'), ('w/1/jobs', '=8 rows'),
         ('w/1/jobs?status%3Afailed', '=1 row'), ('w/1/graph', "document.querySelector('svg .box')"),
-        ('w/1/timeline', "document.querySelectorAll('svg a rect').length > 5"), ('w/1/resources', '=Peak memory'),
-        ('w/1/compute_nodes', '=yes'), ('w/1/allocations', '=0 rows'),
+        ('w/1/timeline', "document.querySelectorAll('svg a rect').length > 5"), ('w/1/resources', "document.querySelectorAll('polyline').length > 1"),
+        ('w/1/resources', '=Asked for'), ('j/7', "document.querySelector('polyline')"), ('w/1/compute_nodes', '=yes'), ('w/1/allocations', '=0 rows'),
         ('w/1/files', '=data.txt'), ('w/1/results?code%3A1', '=1 row'),
         ('w/1/events', '=work_3'), ('j/1', '=plain red'))
 

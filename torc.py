@@ -11078,12 +11078,11 @@ def format_svg(drawing: Values, style: str = '') -> str:
 # each measure. As HTML it follows PLOT_PAGE (at the end of this file), whose script draws it without network.
 # Only SeriesFile speaks SQL, and only to these files; only write_plots writes.
 #
-# A line has at most LINE_POINTS points: of each of its stretches the lowest and the highest are kept, so
+# A line has at most so many points: of each of its stretches the lowest and the highest are kept, so
 # that no peak is lost. Samples of one job from several files (attempts on several nodes) are lines of
 # their own.
 
-LINE_POINTS = 800           # of a line: about the pixels of a page's width
-LINES_DRAWN = 300           # of a figure of all jobs; the rest is left out
+SERIES_DIRECTORY = 'resource_utilization'   # in an output directory
 # What sqlite3 raises for a damaged file; the second for an error message that quotes it.
 UNREADABLE = sqlite3.DatabaseError, UnicodeDecodeError
 GAP_S = 120                 # without samples: the line is broken there, if that is much for it
@@ -11093,6 +11092,15 @@ Sample = Tuple[float, Optional[float], Optional[float], Optional[float]]
 Recorded = List[Tuple[str, List[Sample]]]   # samples by label of the file
 Figure = Dict[str, Any]                 # of Plotly: 'data' and 'layout'
 JobPeaks = Tuple[int, str, Dict[str, float]]    # a job in the overview: id, name, peaks by axis
+
+
+class Detail(Row):
+    """How much of time series is drawn."""
+    points: int = 800       # of a line: about the pixels of a page's width
+    lines: int = 300        # of a figure of all jobs, the highest; the rest is left out
+
+
+FULL = Detail()
 
 
 def finite(value: Any) -> Optional[float]:
@@ -11148,6 +11156,11 @@ class SeriesFile:
         """Jobs that were sampled."""
         rows = self.rows('job_resource_samples', 'DISTINCT job_id')
         return [number for number, in rows if isinstance(number, int)]
+
+    def highest_jobs(self, most: int) -> List[int]:
+        """The jobs with the highest peaks, so many of each measure."""
+        return [number for column in ('cpu_percent', 'memory_bytes') for number, in self.rows(
+            'job_resource_samples', 'job_id', f'GROUP BY job_id ORDER BY max({column}) DESC LIMIT {most}')]
 
     def job_names(self) -> Dict[int, Tuple[float, str]]:
         """Job -> highest memory of its results, 0 if that is not known, and its name."""
@@ -11211,12 +11224,12 @@ def thin_out(points: Sequence[Tuple[float, float]], most: int) -> List[Tuple[flo
     return sorted(kept)
 
 
-def lines_of(axis: str, series: Recorded) -> List[Dict[str, Any]]:
+def lines_of(axis: str, series: Recorded, detail: Detail = FULL) -> List[Dict[str, Any]]:
     """One measure of series as traces, in which null stands for a gap."""
     traces, place, title = [], AXES[axis].place, AXES[axis].title
     for label, samples in series:
         parts = split_at_gaps([(sample[0], sample[place]) for sample in samples if sample[place] is not None])
-        points = [[(part[-1][0], None)] + thin_out(part, max(2, LINE_POINTS // len(parts)))
+        points = [[(part[-1][0], None)] + thin_out(part, max(2, detail.points // len(parts)))
                   for part in parts if part]
         line = list(itertools.chain.from_iterable(points))[1:]
         traces.append({'type': 'scatter', 'mode': 'lines', 'name': f'{title}: {label}',
@@ -11247,7 +11260,8 @@ def describe_span(series: Recorded) -> str:
     return f'{words} from {format_local_time(format_time(min(times)))}'
 
 
-def plot_job(number: int, known: Tuple[float, str], series: Recorded) -> Tuple[JobPeaks, Figure]:
+def plot_job(number: int, known: Tuple[float, str], series: Recorded,
+             detail: Detail) -> Tuple[JobPeaks, Figure]:
     """What the overview keeps of a job, whose results may know a higher peak of memory; and its figure."""
     values = {axis: [sample[AXES[axis].place] for _, samples in series for sample in samples
                      if sample[AXES[axis].place] is not None] or [0.0]
@@ -11257,15 +11271,15 @@ def plot_job(number: int, known: Tuple[float, str], series: Recorded) -> Tuple[J
     averages = {axis: sum(found) / len(found) for axis, found in values.items()}
     facts = [f'{word}: peak {AXES[axis].show(peaks[axis])}, average {AXES[axis].show(averages[axis])}'
              for word, axis in (('CPU', 'cpu'), ('memory', 'memory'))]
-    panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series)) for axis in peaks]
+    panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series, detail)) for axis in peaks]
     figure = make_figure(f'Job {number}: {known[1]}', [describe_span(series), *facts], panels)
     return (number, known[1], peaks), figure
 
 
-def highest_of(traces: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
+def highest_of(traces: Sequence[Dict[str, Any]], detail: Detail) -> List[Dict[str, Any]]:
     """The traces that are drawn, the highest first."""
     ordered = sorted(traces, key=lambda trace: -max(filter(None, trace['y']), default=0))
-    return ordered[:LINES_DRAWN]
+    return ordered[:detail.lines]
 
 
 def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
@@ -11279,12 +11293,12 @@ def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
     return make_figure('What jobs used', [counted(len(jobs), 'job')], panels)
 
 
-def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
+def node_figures(files: Sequence[SeriesFile], detail: Detail) -> Iterator[Tuple[str, Figure]]:
     """CPU and memory of the nodes over time, and their peaks and averages."""
     series = [(file.label, file.samples()) for file in files]
     series = [(label, samples) for label, samples in series if samples]
     if series:
-        panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series))
+        panels = [(AXES[axis].title, AXES[axis].unit, highest_of(lines_of(axis, series, detail), detail))
                   for axis in ('node_cpu', 'memory')]
         yield 'system_timeline', make_figure('Nodes', [describe_span(series)], panels)
     known = [(file.label, file.node_summary()) for file in files]
@@ -11297,7 +11311,8 @@ def node_figures(files: Sequence[SeriesFile]) -> Iterator[Tuple[str, Figure]]:
         yield 'system_summary', make_figure('What nodes used', [counted(len(known), 'node')], panels)
 
 
-def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[Tuple[str, Figure]]:
+def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int],
+               detail: Detail = FULL) -> Iterator[Tuple[str, Figure]]:
     """Pages by name: of each job (all, or those wanted), one in memory at a time; of all jobs; of nodes."""
     homes: Dict[int, List[SeriesFile]] = {}
     names: Dict[int, List[Tuple[float, str]]] = {}
@@ -11312,23 +11327,24 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int]) -> Iterator[T
         series = [(label, samples) for label, samples in series if samples]
         if not series:
             continue
-        job, figure = plot_job(number, max(names.get(number, [(0.0, f'job {number}')])), series)
+        job, figure = plot_job(number, max(names.get(number, [(0.0, f'job {number}')])), series, detail)
         jobs.append(job)
         yield f'job_{number}', figure
         samples = sorted(itertools.chain.from_iterable(found for _, found in series),
                          key=operator.itemgetter(0))
         for axis, traces in lines.items():
-            traces += lines_of(axis, [(job[1], samples)])
-            if len(traces) > 2 * LINES_DRAWN:   # there may be too many to keep them
-                traces[:] = highest_of(traces)
-    more = [f'the {LINES_DRAWN} with the highest peaks are drawn'] if len(jobs) > LINES_DRAWN else []
+            traces += lines_of(axis, [(job[1], samples)], detail)
+            if len(traces) > 2 * detail.lines:  # there may be too many to keep them
+                traces[:] = highest_of(traces, detail)
+    count = (f'{len(jobs)} of ' if len(homes) > len(jobs) else '') + counted(len(homes), 'job')
+    more = [f'the {detail.lines} with the highest peaks are drawn'] if len(jobs) > detail.lines else []
     for axis, word in (('cpu', 'CPU'), ('memory', 'Memory')) if len(jobs) > 1 else ():
-        panel = AXES[axis].title, AXES[axis].unit, highest_of(lines[axis])
-        figure = make_figure(f'{word} of all jobs', [counted(len(jobs), 'job'), *more], [panel])
+        panel = AXES[axis].title, AXES[axis].unit, highest_of(lines[axis], detail)
+        figure = make_figure(f'{word} of all jobs', [count, *more], [panel])
         yield f'{axis}_all_jobs', figure
     if jobs:
         yield 'summary', summary_figure(jobs)
-    yield from node_figures(files)
+    yield from node_figures(files, detail)
 
 
 def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: str = 'html',
@@ -11347,6 +11363,45 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
                 file.write((text + '\n').encode('utf-8', 'replace'))
             written.append(path)
     return written
+
+
+# -------- what the page draws --------
+
+MOST_COMPARED = 40          # attempts, beside what they asked for
+COMPARED = (                # column of results, what was asked for, axis
+    ('peak_memory_bytes', 'memory_bytes', 'memory'), ('peak_cpu_percent', '100 * num_cpus', 'cpu'))
+
+
+class SeriesWanted(Row):
+    """Where runners have put time series, and of what they are to be drawn."""
+    directories: Sequence[str]
+    database: Values            # that a directory must belong to
+    workflow_id: int
+    job_id: int                 # 0: of all jobs, and of nodes
+    figures: Sequence[Figure]   # that stand before them
+
+
+def get_figures(context: Context, workflow_id: int, job_id: int = 0) -> SeriesWanted:
+    """What jobs used, beside what they asked for, and over time; of one job only over time.
+
+    Only what its runners have said to be their output directories is looked into.
+    """
+    panels = []
+    for column, asked, axis in COMPARED:
+        rows = context.rows(
+            f'SELECT job.name, {column}, CASE WHEN is_implicit THEN NULL ELSE {asked} END FROM result '
+            'CROSS JOIN job ON job.id = job_id CROSS JOIN job_kind kind ON kind.id = kind_id '
+            'CROSS JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+            f'WHERE result.workflow_id = ? AND {column} > 0 ORDER BY 2 DESC LIMIT ?',
+            (workflow_id, MOST_COMPARED)) if not job_id else []
+        panels.append((AXES[axis].title, AXES[axis].unit, [
+            {'type': 'bar', 'name': name, 'x': [row[0] for row in rows], 'y': [row[place] for row in rows]}
+            for place, name in ((1, 'Peak'), (2, 'Asked for'))]))
+    figure = make_figure('What jobs used', [f'at most {MOST_COMPARED}, the highest first'], panels)
+    directories = context.ids('SELECT DISTINCT output_dir FROM compute_node WHERE workflow_id = ? '
+                              'AND output_dir IS NOT NULL', (workflow_id,))
+    return SeriesWanted(directories, get_database(context), workflow_id, job_id,
+                        [figure] if figure['data'] else [])
 
 
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
@@ -11744,6 +11799,7 @@ ROUTES = (
              query='dry_run:bool'),
     route_to('GET', 'graph', get_graph, query='open:str files:bool'),
     route_to('GET', 'timeline', get_timeline),
+    route_to('GET', 'figures', get_figures, query='job_id:int'),
     route_to('POST', 'apply_spec', apply_spec, body='PlanModel', query='dry_run:bool'),
     route_to('GET', '/workflows', list_workflows,
              query=PAGE + 'name:str user:str description:str is_archived:bool access_group:[str]',
@@ -12824,16 +12880,22 @@ def open_without_links(path: str) -> int:
     return descriptor
 
 
+def own_output_directory(path: str, database: Dict[str, Any]) -> str:
+    """The real path of an output directory of this very database. NotFound if it is another's, or none."""
+    directory = os.path.realpath(path)
+    if read_output_record(directory).get('id') != database['id']:
+        raise NotFound(f'{printable(directory)} on the host of the server is not where the runners of '
+                       'this database have put their output')
+    return directory
+
+
 def read_output(wanted: JobOutput) -> Dict[str, Any]:
     """A part of what a job has printed: `data` in base64, from `offset` in a file of `size` bytes.
 
     Nothing is read that is not in an output directory of this very database, nor through a link: who may use
     a workflow says where its output is, and the server may be another user's.
     """
-    directory = os.path.realpath(wanted.directory)
-    if read_output_record(directory).get('id') != wanted.database['id']:
-        raise NotFound(f'{printable(directory)} on the host of the server is not where the runners of '
-                       'this database have put their output')
+    directory = own_output_directory(wanted.directory, wanted.database)
     for name in wanted.names:
         try:
             with open(open_without_links(os.path.join(directory, name)), 'rb') as file:
@@ -12847,6 +12909,64 @@ def read_output(wanted: JobOutput) -> Dict[str, Any]:
             raise Denied(f'{printable(name)} cannot be read: {error.strerror}') from None
         return {'size': size, 'offset': offset, 'data': base64.b64encode(data).decode()}
     raise NotFound('it has written nothing, or what it has written was deleted')
+
+
+MAX_SERIES_BYTES = 2 ** 25      # of a workflow, for the page
+PAGE_DETAIL = Detail(points=200, lines=24)
+NOT_SAMPLED = ('Nothing was sampled over time: `resource_monitor: {jobs: {granularity: time_series}, '
+               'compute_node: {enabled: true, granularity: time_series}}` in the workflow file sees to it.')
+
+
+def copy_series(wanted: SeriesWanted, place: str) -> List[str]:
+    """Copies of time series in a directory: SQLite, which opens them, would follow a link. BadInput."""
+    left, copies = MAX_SERIES_BYTES, []
+    for path in wanted.directories:
+        try:
+            directory = glob.escape(own_output_directory(path, wanted.database))
+        except (NotFound, Denied):      # on another host, say
+            continue
+        name = f'resource_metrics_wf{wanted.workflow_id}_*.db'
+        for found in sorted(glob.glob(os.path.join(directory, SERIES_DIRECTORY, name))):
+            copy = os.path.join(place, os.path.basename(found))
+            with contextlib.suppress(OSError), open(open_without_links(found), 'rb') as file:
+                left -= os.fstat(file.fileno()).st_size
+                if left < 0:
+                    raise BadInput(f'the time series are larger than {format_memory(MAX_SERIES_BYTES)}: '
+                                   '`plot-resources` draws them')
+                with open(copy, 'wb') as out:
+                    shutil.copyfileobj(file, out)
+                copies.append(copy)
+    return copies
+
+
+def read_figures(wanted: SeriesWanted) -> Dict[str, Any]:
+    """Figures, and a note about those that are missing. Files are read as by read_output()."""
+    figures, of_job, note = list(wanted.figures), [], ''    # type: List[Figure], List[Figure], str
+    with tempfile.TemporaryDirectory(prefix='torc-') as place, contextlib.ExitStack() as stack:
+        try:
+            files = [stack.enter_context(contextlib.closing(SeriesFile(path)))
+                     for path in copy_series(wanted, place)]
+            note = 'Nothing was sampled yet.' if files else NOT_SAMPLED
+            job_ids = [wanted.job_id] if wanted.job_id else sum(
+                (file.highest_jobs(PAGE_DETAIL.lines) for file in files), [])
+            for name, figure in make_pages(files, job_ids, PAGE_DETAIL):
+                if name.startswith('job_'):
+                    of_job, note = [figure], ''
+                elif not wanted.job_id and name != 'summary':   # which the peaks beside limits are already
+                    figures, note = [*figures, figure], ''
+        except BadInput as error:       # too large, or copied while it was written
+            note = error.message.replace(place + os.sep, '')
+    has_lines = any(trace['type'] == 'scatter' for figure in figures for trace in figure['data'])
+    return {'figures': figures + of_job * (not has_lines), 'note': note}
+
+
+# What verbs answer that is to be read from files, where no lock is held -> what reads it.
+FILE_READERS = {JobOutput: read_output, SeriesWanted: read_figures}     # type: Dict[type, Callable]
+
+
+def read_files(value: Any) -> Any:
+    """What a verb has answered, with what it only points to."""
+    return FILE_READERS[type(value)](value) if type(value) in FILE_READERS else value
 
 
 # ======== 10a. Framing: bytes <-> requests and answers, and what secures them on the way ========
@@ -14002,7 +14122,7 @@ class Connection:
             return self.torc.ask_patiently(call, self.identity, self.has_left)
         status, value = self.torc.ask(call, self.identity)
         try:
-            return status, read_output(value) if isinstance(value, JobOutput) else value
+            return status, read_files(value)
         except TorcError as error:
             return error.http, format_error(error)
 
@@ -15720,7 +15840,7 @@ class Client(Connector, Operations):
             raise explain_database_error(error, store.path) from None
         if failure is not None:
             raise failure
-        return read_output(answer) if isinstance(answer, JobOutput) else answer
+        return read_files(answer)
 
     def stream(self, op: str, until: float = math.inf, **params: Any) -> Iterator[StreamEvent]:
         """Events of a stream operation as they come, for ever or until some time (monotonic). After an outage
@@ -19277,7 +19397,6 @@ MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, whi
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
-SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 MAX_SERIES_ROWS = 200000    # that wait to be written
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
 LOOK_S = 1.0                        # between looks whether the output directory is there, and at what jobs print
@@ -32082,11 +32201,13 @@ Who gets in
 
 What it shows
     Workflows; of one: its state, what failed and why, time left, nodes at
-    work; jobs (also 100,000 of them) with filters such as
+    work; jobs (also 100,000 of them), results, files, user data, events, nodes
+    and allocations, sorted, and with filters such as
         status:failed name:work command:python
-    a job's attempts and what it prints, as it prints it; the graph, where jobs
+    a job's attempts, what it prints, and what it uses; the graph, where jobs
     of one kind are one box until you open it; which jobs ran where and when;
-    peaks beside what was asked for; allocations; events.
+    peaks beside what was asked for, and CPU and memory of jobs and nodes over
+    time, if `resource_monitor` has `granularity: time_series`.
 
 What it does
     Initialize, retry, run again, reset, cancel, archive, delete, priorities,
@@ -33571,7 +33692,7 @@ textarea { width: 100%; min-height: 22rem; font-family: ui-monospace, monospace;
 th, td { text-align: left; padding: .22rem .8rem .22rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 th button, td button { border: 0; padding: 0; font-weight: inherit; background: none; } td button { color: var(--link); }
 .rows { height: calc(100vh - 16rem); min-height: 12rem; }
-.scroll { overflow: auto; } .scroll th, .scroll td { overflow-wrap: break-word; max-width: 34rem; }
+.scroll { overflow: auto; } .app .scroll > svg { min-width: 38rem; max-width: 75rem; } .scroll th, .scroll td { overflow-wrap: break-word; max-width: 34rem; }
 .rows td { white-space: nowrap; max-width: 34rem; overflow: hidden; text-overflow: ellipsis; height: 1.5rem;
            padding-top: .1rem; padding-bottom: .1rem; }
 .rows thead { position: sticky; top: 0; background: var(--paper); }
@@ -34157,7 +34278,8 @@ function showNew() {
 
 // ---- one workflow ----
 
-const DRAWN = {summary: showSummary, graph: showGraph, timeline: showTimeline, resources: showResources};
+const DRAWN = {summary: showSummary, graph: showGraph, timeline: showTimeline,
+  resources: (body, workflow) => showFigures(body, workflow.id, {})};
 
 async function showWorkflow(id, tab = 'summary', words = '') {
   const mine = begin(`Workflow ${id}`), lists = server.lists.slice(1);    // without that of workflows
@@ -34280,11 +34402,12 @@ async function showJob(id) {
   const requirements = await get(`/resource_requirements/${job.resource_requirements_id}`).catch(() => ({}));
   if (mine !== view) return;
   document.title = `${visible(job.name)} - torc`;
-  const head = make('div'), attempts = make('div');
+  const head = make('div'), attempts = make('div'), used = make('div');
+  const draw = showFigures(used, job.workflow_id, {job_id: id});
   const logs = ['stdout', 'stderr'].map(stream => showLog(`/jobs/${id}/output`, stream));
   show(make('h1', {}, link('', 'Workflows'), ' / ', link(`w/${job.workflow_id}`, `workflow ${job.workflow_id}`), ' / ',
     link(`w/${job.workflow_id}/jobs`, 'jobs'), ` / ${job.name}`), head, make('h2', {}, 'Command'), make('pre', {}, job.command),
-    attempts, make('div', {class: 'columns'}, logs.map(log => log.part)));
+    attempts, make('div', {class: 'columns'}, logs.map(log => log.part)), used);
   follow(mine, job.workflow_id);
   mine.refresh = async () => {
     const [now, why, results, stats] = await Promise.all([get(`/jobs/${id}`), get(`/jobs/${id}/explanation`),
@@ -34299,6 +34422,7 @@ async function showJob(id) {
       make('p', {class: 'soft'}, 'None has ended.'), stats.items.length > 0 && rowsOf(listNamed('Slurm stats'), stats.items));
     for (const log of logs) await log.read(now.attempt_id);
     mine.isDue = now.status === 'running' || mine.isDue;
+    await draw();
   };
 }
 
@@ -34393,30 +34517,17 @@ function showTimeline(body, workflow) {
   return drawn(body, () => [`/workflows/${workflow.id}/timeline`], 'Jobs on nodes over time', null, true);
 }
 
-function showResources(body, workflow) {
+function showFigures(body, workflow, query) {        // drawn again when they have changed
+  let before = '';
   return async () => {
-    const top = key => get('/results', {workflow_id: workflow.id, limit: BARS, sort_by: key, reverse_sort: true});
-    const [memory, cpu] = await Promise.all([top('peak_memory_bytes'), top('peak_cpu_percent')]);
-    const ids = [...new Set([...memory.items, ...cpu.items].map(row => row.job_id))];
-    const jobs = new Map((await Promise.all(ids.map(id => get(`/jobs/${id}`)))).map(job => [job.id, job]));
-    const all = new Map((await get('/resource_requirements', {workflow_id: workflow.id})).items.map(row => [row.id, row]));
-    const limit = row => all.get((jobs.get(row.job_id) || {}).resource_requirements_id) || {};
-    const bars = (rows, key, asked, unit, title) => [
-      {type: 'bar', name: `Peak ${title}`, yaxis: unit === 'B' ? 'y' : 'y2', x: rows.map(row => row.job_name), y: rows.map(row => row[key] || 0)},
-      {type: 'bar', name: 'Asked for', yaxis: unit === 'B' ? 'y' : 'y2', x: rows.map(row => row.job_name), y: rows.map(asked)}];
-    const place = make('div');
-    drawFigure({data: [...bars(memory.items, 'peak_memory_bytes', row => limit(row).memory_bytes || bytes(limit(row).memory), 'B', 'memory'),
-      ...bars(cpu.items, 'peak_cpu_percent', row => 100 * (limit(row).num_cpus || 0), '%', 'CPU')],
-      layout: {title: {text: 'What jobs used', subtitle: {text: `the ${BARS} with the highest peaks, beside what they asked for`}},
-        yaxis: {title: {text: 'Memory'}, ticksuffix: 'B'}, yaxis2: {title: {text: 'CPU (100% is one core)'}, ticksuffix: '%'}}}, place);
-    fill(body, memory.items.length ? place : make('p', {class: 'soft'}, 'No attempt has ended.'));
+    const {figures, note} = await get(`/workflows/${workflow}/figures`, query), text = JSON.stringify(figures) + note;
+    if (text === before) return;
+    before = text;
+    const place = make('div', {class: 'scroll', tabindex: 0, role: 'region', 'aria-label': 'Figures'});
+    fill(body, place, note && make('p', {class: 'soft'}, note));
+    for (const figure of figures) drawFigure(figure, place);
   };
 }
-
-const bytes = text => {         // '1.5g' -> 1610612736
-  const [, number, unit] = /^([\d.]+)\s*([kmgtp]?)/i.exec(text || '0') || [0, 0, ''];
-  return Number(number) * 1024 ** ' kmgtp'.indexOf(unit.toLowerCase() || ' ');
-};
 
 // ---- from the beginning ----
 
