@@ -37,7 +37,7 @@ Sections (grep '^# ==' torc.py):
     19. Rendering, 19a. Reports, 19b. Reports of a workflow
     20. Commands, 20a. Workflows, 20b. Logs, 20c. Runs, 20d. Allocations, 20e. Clusters,
         20f. Recovery commands, 20g. Recover, 20h. Watch, 20i. Remote commands, 20j. Service,
-        20k. Terminal view, 20l. Arguments, 20m. Manual
+        20k. Terminal view, 20l. Arguments, 20m. Manual, 20n. MCP server
     21. Command table, 21a. Main, 21b. Python
     A. Page
 
@@ -25444,6 +25444,7 @@ class Session:
         self.drawn_lines = 0        # by redraw()
         self._client: Optional[Client] = None
         self._credentials: Optional[Credentials] = None
+        self.main: Any = None       # main(), for commands that carry out others
 
     @property
     def format(self) -> str:
@@ -32297,12 +32298,223 @@ all workflows in a database of Torc
         $ torc.py workflows export 1 -o study.json
         $ torc.py --db new.db workflows import study.json
 ''',
+    'mcp': r'''an assistant that looks at workflows (Model Context Protocol)
+
+`mcp` serves the program that has started it, on stdin and stdout, with tools
+named as Torc's, this manual and examples. It calls no service itself.
+        $ echo '{"id": 1, "method": "ping"}' | torc.py mcp
+A client has a file for it, such as .mcp.json:
+        {"mcpServers": {"torc": {"command": "python3", "args": [
+            "/home/ann/torc.py", "mcp", "-o", "/scratch/ann/torc_output",
+            "--db", "/scratch/ann/torc_output/torc.db"]}}}
+-o is where runners have put output. Without --db or --url the server is found
+as by other commands. Over ssh: "ssh" with "args": ["login1", "python3", ...].
+
+Without --allow-changes it only reads. With it, it may create workflows, change
+requirements, decide about failures, and recover, which may submit allocations.
+There are no check_offline_journals and regroup_job_resources (for people:
+`workflows reconcile`, `workflows correct-resources`).
+''',
 }
 
 
 def format_topic(topic: str) -> str:
     """A page of the manual."""
     return f'{topic}: {MANUAL[topic]}'.replace('torc.py', program_name())
+
+
+# ======== 20n. MCP server: commands as tools of an assistant ========
+#
+# The Model Context Protocol on stdin and stdout: JSON-RPC 2.0, one message a line. A tool is a row of TOOLS: a
+# command, and what the tool's arguments are there. It is carried out in this process as if it had been typed,
+# with streams of its own: nothing but answers is written to stdout. One request is answered after another, so
+# that none can be cancelled. Each names its version; without one it is of a client that called `initialize`.
+
+MCP_VERSIONS = ('2026-07-28', '2025-11-25', '2025-06-18')   # the first has no `initialize`
+MCP_KEY = 'io.modelcontextprotocol/'                        # begin of the protocol's own keys in _meta
+MCP_SELF = {'name': 'torc', 'title': 'Torc', 'version': __version__}
+MCP_ABOUT = {'capabilities': {'tools': {}, 'resources': {}}, 'instructions': (
+    'Read torc://docs/spec before you write a workflow file. Show what a call with dry_run says before you '
+    'make it without. Users start jobs: torc.py run ID, or torc.py submit ID.')}
+TOOL_CHARACTERS = 60000     # of an answer: models make no use of more
+
+
+class Tool(Row):
+    """What a client can ask for."""
+    name: str
+    command: str            # with words that it always has, and options that arguments may override
+    arguments: str = ''     # NAME, or NAME=KEY: key_of() an argument of the command
+    changes: bool = False   # something, unless it has --dry-run
+    form: str = 'json'      # of what the command shows
+
+
+TOOLS = (       # Torc's names, and list_workflows, explain_workflow
+    Tool('list_workflows', 'workflows list --limit=100', 'limit offset'),
+    Tool('create_workflow', 'create', 'spec_json=spec dry_run', True),
+    Tool('plan_allocations', 'slurm plan-allocations',
+         'spec_json=spec account hpc_profile=profile partition offline'),
+    Tool('get_execution_plan', 'workflows execution-plan', 'spec_or_id=target'),
+    Tool('get_workflow_status', 'status', 'workflow_id'),
+    Tool('get_workflow_summary', 'status', 'workflow_id'),
+    Tool('explain_workflow', 'explain', 'workflow_id'),
+    Tool('list_jobs_by_status', 'jobs list --limit=100', 'workflow_id status limit offset'),
+    Tool('list_failed_jobs', 'jobs list --limit=100 --status=failed', 'workflow_id limit offset'),
+    Tool('list_pending_failed_jobs', 'jobs list --limit=100 --status=pending_failed', 'workflow_id limit offset'),
+    Tool('get_job_details', 'jobs get', 'job_id=id'),
+    Tool('list_results', 'results list --limit=100',
+         'workflow_id job_id run_id return_code failed_only=failed status limit offset sort_by reverse_sort'),
+    Tool('get_job_logs', 'logs --output-dir={output_dir} --tail=200',
+         'workflow_id job_id=jobs run_id attempt_id stdout stderr tail_lines=tail', form='table'),
+    Tool('analyze_workflow_logs', 'logs analyze {output_dir}', 'workflow_id'),
+    Tool('check_resource_utilization', 'workflows check-resources', 'workflow_id include_failed'),
+    Tool('analyze_resource_usage', 'workflows check-resources --all', 'workflow_id include_failed'),
+    Tool('get_slurm_sacct', 'slurm sacct', 'workflow_id'),
+    Tool('update_job_resources', 'resource-requirements update',
+         'resource_requirements_id=id num_cpus num_gpus memory runtime', True),
+    Tool('recover_workflow', 'recover --output-dir={output_dir}',
+         'workflow_id dry_run memory_multiplier runtime_multiplier retry_unknown', True),
+    Tool('classify_and_resolve_failures', 'jobs classify', 'job_id action reason memory runtime', True),
+    Tool('list_examples', 'help examples', form='table'),
+    Tool('get_example', 'help', 'name=topic', form='table'),
+    Tool('get_docs', 'help', 'topic', form='table'),
+)
+
+
+def describe_tool(tool: Tool, commands: Dict[str, Command]) -> Tuple[Dict[str, Argument], Dict[str, Any]]:
+    """Arguments of the command by the tool's names for them, and the tool as clients see it."""
+    words = tool.command.split()
+    command = commands.get(' '.join(words[:2])) or commands[words[0]]
+    known = {key_of(argument): argument for argument in command.arguments}
+    names = (word.partition('=') for word in tool.arguments.split())
+    taken = {name: known[key or name] for name, _, key in names}
+    properties = {}
+    for name, argument in taken.items():
+        is_switch = argument.names[0] == '-' and not argument.value
+        kind = 'boolean' if is_switch else 'object' if argument.names == 'SPEC' else 'string'
+        with contextlib.suppress(ValueError):
+            kind = {int: 'integer', float: 'number'}.get(type(argument.parse('1')), kind)
+        properties[name] = {'type': kind, 'description': re.sub(';.*|, or - .*', '', argument.meaning)}
+        properties[name].update({'default': True} if name == 'dry_run' else {})
+    return taken, {'name': tool.name, 'description': f'Command `{tool.command}`: {command.help}',
+                   'annotations': {'readOnlyHint': not tool.changes},
+                   'inputSchema': {'type': 'object', 'properties': properties, 'required': [
+                       name for name, argument in taken.items() if argument.names[0] != '-']}}
+
+
+def words_of(taken: Dict[str, Argument], given: Dict[str, Any]) -> Tuple[List[str], str]:
+    """What a tool's arguments are for its command: words, and what it reads from stdin. BadInput."""
+    options, words, text = [], [], ''
+    for name in sorted(set(given) - set(taken)):
+        raise BadInput(f"argument {name!r} is none of {', '.join(taken)}{did_you_mean(name, taken)}")
+    for name, argument in taken.items():
+        value, option = given.get(name), argument.names.split()[-1]
+        value = True if name == 'dry_run' and value is None else value
+        word = value if isinstance(value, str) else json.dumps(value)
+        if option[0] == '-' and not argument.value and not isinstance(value, (bool, type(None))):
+            raise BadInput(f'{name} is true or false, not {value!r}')
+        if option[0] == '-':
+            is_given = value is not None and value is not False
+            options += [f'{option}={word}' if argument.value else option] * is_given
+        elif 'SPEC' in option and re.match(r'\s*\{|.*\n', word):     # neither an id nor a path
+            words, text = [*words, '-'], word
+        elif value is not None:
+            words.append(word)
+    return [*options, '--', *words], text
+
+
+class McpServer:
+    """Answers the client that has started this process. `texts`: docs and examples, name -> what it is."""
+
+    def __init__(self, session: Session, args: Arguments, commands: Dict[str, Command],
+                 texts: Dict[str, Dict[str, str]]) -> None:
+        self.session, self.args = session, args
+        self.tools = {tool.name: (tool, *describe_tool(tool, commands)) for tool in TOOLS}
+        tools = [about for tool, taken, about in self.tools.values()
+                 if args['allow_changes'] or not tool.changes or 'dry_run' in taken]
+        resources = [{'uri': f'torc://{kind}/{name}', 'name': name, 'description': about}
+                     for kind in texts for name, about in texts[kind].items()]
+        templates = [{'uriTemplate': f'torc://{kind}/{{name}}', 'name': kind} for kind in texts]
+        self.results = {        # method -> what finds its result
+            'initialize': lambda params: dict(MCP_ABOUT, serverInfo=MCP_SELF, protocolVersion=(
+                MCP_VERSIONS[2 if params.get('protocolVersion') == MCP_VERSIONS[2] else 1])),
+            'server/discover': lambda params: dict(MCP_ABOUT, supportedVersions=MCP_VERSIONS),
+            'ping': lambda params: {},
+            'tools/list': lambda params: {'tools': tools}, 'tools/call': self.call_tool,
+            'resources/list': lambda params: {'resources': resources}, 'resources/read': self.read_resource,
+            'resources/templates/list': lambda params: {'resourceTemplates': templates}}
+
+    def answer(self, line: bytes) -> Optional[Dict[str, Any]]:
+        """The answer to a message; None to a notification: nothing follows from any."""
+        answer = {'jsonrpc': '2.0'}     # type: Dict[str, Any]
+        try:
+            try:
+                message = json.loads(line.decode('utf-8'))
+            except (ValueError, RecursionError) as error:
+                raise BadInput(f'not JSON: {error}', code=-32700) from None
+            if not isinstance(message, dict) or type(message.get('id', '')) not in (str, int) or not (
+                    isinstance(message.get('method'), str) and isinstance(message.get('params', {}), dict)):
+                raise BadInput('not one request, with a text or whole number as id', code=-32600)
+            if 'id' not in message:
+                return None
+            answer['id'] = message['id']
+            answer['result'] = self.result_of(message['method'], message.get('params', {}))
+        except BadInput as error:
+            answer['error'] = dict(error.details, message=error.message)
+        return answer
+
+    def result_of(self, method: str, params: Dict[str, Any]) -> Dict[str, Any]:
+        """The result of a request, in its version. BadInput, with a code of the protocol."""
+        meta = params['_meta'] if isinstance(params.get('_meta'), dict) else {}
+        version = meta.get(MCP_KEY + 'protocolVersion', MCP_VERSIONS[1])
+        if version not in MCP_VERSIONS:
+            raise BadInput(f'protocol version {version!r} is not supported', code=-32022,
+                           data={'supported': MCP_VERSIONS, 'requested': str(version)})
+        if method not in self.results:
+            raise BadInput(f'there is no method {method!r}', code=-32601)
+        result = self.results[method](params)
+        if version == MCP_VERSIONS[0]:
+            result = dict(result, resultType='complete', _meta={MCP_KEY + 'serverInfo': MCP_SELF})
+            result.update({'ttlMs': 3600000, 'cacheScope': 'private'} if method != 'tools/call' else {})
+        return result
+
+    def call_tool(self, params: Dict[str, Any]) -> Dict[str, Any]:
+        """What a tool's command has shown, and what it has reported."""
+        name, given = str(params.get('name')), params.get('arguments') or {}
+        if name not in self.tools or not isinstance(given, dict):
+            raise BadInput(f'there is no tool {name!r}, or its arguments are no object', code=-32602)
+        tool, taken, _ = self.tools[name]
+        try:
+            words, text = words_of(taken, given)
+            if tool.changes and not self.args['allow_changes'] and '--dry-run' not in words:
+                raise Refused(f'{name} makes changes: ' + 'pass dry_run: true, or ' * ('dry_run' in taken)
+                              + 'start `mcp` with --allow-changes')
+            fixed = [word.format(**self.args) for word in tool.command.split()]
+            code, out, err = self.run(fixed + words, text, tool.form)
+        except TorcError as error:
+            code, out, err = error.exit, '', f'torc: {printable(error.message)}'
+        content = [{'type': 'text', 'text': part} for part in (out, err) if part.strip()]
+        is_whole = tool.form == 'json' and out[:1] + out[-2:] == '{}\n'
+        return dict({'isError': code > 1, 'content': content},      # 1: jobs have failed
+                    **{'structuredContent': json.loads(out)} if is_whole else {})
+
+    def read_resource(self, params: Dict[str, Any]) -> Dict[str, Any]:
+        """A page of the manual, or a workflow file."""
+        uri = str(params.get('uri'))
+        name = re.sub(r'\Atorc://(docs|examples)/', '', urllib.parse.unquote(uri))
+        code, out, err = self.run(['help', '--', name])
+        if code:
+            raise BadInput(err.strip(), code=-32602, data={'uri': uri})
+        return {'contents': [{'uri': uri, 'mimeType': 'text/plain', 'text': out}]}
+
+    def run(self, words: Sequence[str], text: str = '', form: str = 'table') -> Tuple[int, str, str]:
+        """Carry out a command: its exit code, stdout and stderr, as far as these are not too long."""
+        out, err, stdin = (io.TextIOWrapper(io.BytesIO(part.encode('utf-8', 'replace')), 'utf-8')
+                           for part in ('', '', text))
+        options = dict(self.session.options, format=form, no_prompts=True, quiet=True)
+        code = self.session.main(words, out, err, stdin, options)
+        texts = (printable(stream.buffer.getvalue().decode('utf-8', 'replace')) for stream in (out, err))
+        note = f'\n[cut after {TOOL_CHARACTERS} characters: ask for less]\n'
+        return (code, *(text[:TOOL_CHARACTERS] + note * (len(text) > TOOL_CHARACTERS) for text in texts))
 
 
 # ======== 21. Command table: every command with what it takes, and the manual ========
@@ -32322,10 +32534,10 @@ def cmd_help(session: Session, args: Arguments) -> int:
         session.show(format_overview())
     elif words in TOPICS:
         session.show(TOPICS[words][0]())
-        if words in GROUPS:
+        if words in GROUPS or words in COMMANDS_BY_NAME:
             session.show('\n' + format_command_help(words))
     else:
-        session.show(format_command_help(words))
+        session.show(read_examples().get(words) or format_command_help(words))
     return 0
 
 
@@ -32409,6 +32621,18 @@ def cmd_install(session: Session, args: Arguments) -> Answer:
     value = {'launcher': launcher, 'module': module, 'python': sys.executable, 'version': __version__}
     return Answer(value, [f'Installed torc {__version__} as {launcher}, for {sys.executable}',
                           f"Its manual page, and completions for {', '.join(SHELLS)}: in {share}"])
+
+
+def cmd_mcp(session: Session, args: Arguments) -> int:
+    """Answer an assistant until stdin ends."""
+    server = McpServer(session, args, COMMANDS_BY_NAME, {
+        'docs': {name: about for name, (_, about) in TOPICS.items()},
+        'examples': {name: text.partition('\n')[0] for name, text in read_examples().items()}})
+    for line in session.stdin.buffer:
+        answer = server.answer(line)
+        if answer is not None:
+            session.show_json(answer, True)
+    return 0
 
 
 COMMANDS = (
@@ -32597,6 +32821,8 @@ COMMANDS = (
         'serve --port 0'),
     Command('open', cmd_open, 'show the workflows in a browser: print the address of the page', (
         Argument('--no-browser', '', 'only print it'),), 'open --no-browser'),
+    Command('mcp', cmd_mcp, 'give tools to an assistant, by the Model Context Protocol on stdin and stdout', (
+        RUNNER_OUTPUT_DIR, Argument('--allow-changes', '', 'also tools that change something')), 'mcp'),
     Command('ping', cmd_ping, 'check whether a server answers', (), 'ping'),
     Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file",
         (PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS),
@@ -33167,6 +33393,16 @@ def format_man_page() -> str:
             + pages.replace('torc.py', 'torc'))
 
 
+def read_examples() -> Dict[str, str]:
+    """The workflow files beside this program, by name: none beside an installed copy."""
+    directory = os.path.join(os.path.dirname(os.path.realpath(globals().get('__file__') or '')), 'examples')
+    found = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(directory), '*'))):
+        with contextlib.suppress(OSError), open(path, encoding='utf-8', errors='replace') as file:
+            found[os.path.basename(path)] = file.read()
+    return found
+
+
 def format_environment() -> str:
     """Topic `environment`: who sets what."""
     set_by = {'you': 'You set:', 'torc': 'Set for jobs:'}
@@ -33189,6 +33425,8 @@ TOPICS = {      # of the manual: what makes the text, what it is about
     'parameters': (format_parameter_help, 'how one job becomes many'),
     **{topic: (functools.partial(format_topic, topic), text[:text.index('\n')])
        for topic, text in MANUAL.items()},
+    'examples': (lambda: 'To see one: help NAME\n' + format_rows(
+        (name, text.partition('\n')[0]) for name, text in read_examples().items()), 'workflow files to learn from'),
     'commands': (format_all_commands, 'every command, and options of all'),
     'environment': (format_environment, 'environment variables'),
     'exits': (format_exits, 'exit codes, and statuses of jobs'),
@@ -33462,17 +33700,20 @@ def logging_at_level(parsed: Parsed) -> Iterator[None]:
         log.setLevel(before)
 
 
-def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None) -> int:
-    """Carry out a command line (default: this program's) and return its exit code."""
+def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None, stdin: Any = None,
+         options: Optional[Arguments] = None) -> int:
+    """Carry out a command line, with options that count more, and return its exit code. Default: this program's."""
     if argv is None and hasattr(gc, 'freeze'):      # since 3.7: else it looks at all this again at the end
         gc.freeze()
     # A stream that was closed before the start is None.
     out, err, stdin = (stream or open(os.devnull, mode) for stream,
-                       mode in ((out or sys.stdout, 'w'), (err or sys.stderr, 'w'), (sys.stdin, 'r')))
+                       mode in ((out or sys.stdout, 'w'), (err or sys.stderr, 'w'), (stdin or sys.stdin, 'r')))
     session = Session({key_of(argument): argument.default for argument in GLOBAL_ARGUMENTS}, out, err, stdin)
+    session.main = main
     try:
         parsed = parse_command_line(sys.argv[1:] if argv is None else argv)
         session.options = parsed.options
+        session.options.update(options or {})
         if argv is None and parsed.command is not None and parsed.command.name in RUNNER_COMMANDS:
             importlib.import_module('http.client')      # here, once: the runner and its server need it
             session.keeper = keep(KEEPER_CALLS)
