@@ -1702,8 +1702,8 @@ class FormatsTest(unittest.TestCase):
 
     def test_a_message_shows_the_line_with_a_caret(self):
         self.assertEqual(str(self.problem('name: a\ncommand: echo\tx: y\n')),
-                         'w.yaml:2:16: a mapping value is not allowed here: put a text that '
-                         "contains ': ' in quotes, or check the indentation\n    command: echo x: y\n                   ^")
+                         'w.yaml:2:16: a mapping value is not allowed here: put text with '
+                         "': ' in quotes, or check the indentation\n    command: echo x: y\n                   ^")
 
     @slow
     def test_hostile_input_is_refused_in_linear_time(self):
@@ -1791,7 +1791,7 @@ MISTAKES = (
     ('w.yaml',  'a: 1\nb:2\n',                  2, 1, 'a blank is missing after the colon'),
     ('w.yaml',  'a: {a:b}\n',                   1, 5, 'a blank is missing after the colon'),
     ('w.yaml',  'a: [model_{i}]\n',             1, 11, "'{' inside a [list] must be in quotes"),
-    ('w.yaml',  'a: echo a: b\n',               1, 10, "put a text that contains ': ' in quotes"),
+    ('w.yaml',  'a: echo a: b\n',               1, 10, "put text with ': ' in quotes"),
     ('w.yaml',  'a: "\\d+"\n',                  1, 5, 'write \\\\ for a backslash, or use single quotes'),
     ('w.yaml',  'a:\n\tb: 1\n',                 2, 1, 'use spaces'),
     ('w.yaml',  'a: @x\n',                      1, 4, 'text that starts with @ must be in quotes'),
@@ -1800,7 +1800,7 @@ MISTAKES = (
     ('w.yaml',  'a: !foo b\n',                  1, 4, 'text that starts with ! must be in quotes'),
     ('w.yaml',  '%YAML 1.2\na: b\n',            1, 1, 'text that starts with % must be in quotes'),
     ('w.yaml',  '? a\n: b\n',                   1, 1, 'text that starts with ? must be in quotes'),
-    ('w.yaml',  'a: [echo b: c]\n',             1, 11, "put a text that contains ': ' in quotes"),
+    ('w.yaml',  'a: [echo b: c]\n',             1, 11, "put text with ': ' in quotes"),
     ('w.yaml',  'a: [{i}, 2]\n',                1, 5, 'text that starts with { must be in quotes'),
     ('w.yaml',  'a: &a\n  &b c\n',              2, 3, 'an anchor must stand behind a key or dash'),
     ('w.yaml',  'a: b\n- c\n',                  2, 1, 'cannot follow a mapping entry'),

@@ -281,12 +281,9 @@ class Variable(Row):
 
 
 ENVIRONMENT = (
-    Variable('TORC_API_URL', 'you',
-             'server to use, as http://HOST:PORT/torc-service/v1 (also set for jobs)'),
-    Variable('TORC_TOKEN_FILE', 'you',
-             "path of a file that holds the server's token (also set for jobs)"),
-    Variable('TORC_TLS_CA_CERT', 'you',
-             'certificates to believe, for an https URL (also set for jobs)'),
+    Variable('TORC_API_URL', 'you', 'server to use, as http://HOST:PORT/torc-service/v1 (also set for jobs)'),
+    Variable('TORC_TOKEN_FILE', 'you', "path of a file that holds the server's token (also set for jobs)"),
+    Variable('TORC_TLS_CA_CERT', 'you', 'certificates to believe, for an https URL (also set for jobs)'),
     Variable('TORC_TLS_INSECURE',         'you',  '1 or true: believe any certificate (also set for jobs)'),
     Variable('TORC_TLS_CERT',             'you',  '`serve`: its certificate, for https'),
     Variable('TORC_TLS_KEY',              'you',  '`serve`: the key of its certificate'),
@@ -295,8 +292,7 @@ ENVIRONMENT = (
     Variable('TORC_SERVER_SNAPSHOT_PATH', 'you',
              '`serve`: copy of the database at SIGUSR1 (default torc-server-snapshot.db beside it)'),
     Variable('TORC_SERVER_SNAPSHOT_KEEP', 'you',  '`serve`: how many such copies are kept (default 5)'),
-    Variable('TORC_USERNAME', 'you',
-             'owner of new workflows, and user of the password; else USER'),
+    Variable('TORC_USERNAME', 'you', 'owner of new workflows, and user of the password; else USER'),
     Variable('TORC_PASSWORD', 'you',
              'password for the server that --url or TORC_API_URL names (kept from jobs)'),
     Variable('TORC_PASSWORD_FILE', 'you',
@@ -480,11 +476,9 @@ def absent(message: str) -> Unreachable:
 
 class Expression:
     """A regular expression, compiled at its first use: all of them would be a tenth of the program's start.
-
     It has the methods of re's own, each an attribute once it was asked for. Those that a reader of files
     calls at every word stay with re.compile: since Python 3.11 a method of a class is called some nanoseconds
-    faster than an attribute.
-    """
+    faster than an attribute."""
 
     def __init__(self, text: Union[str, bytes], flags: int = 0) -> None:
         self.text, self.flags = text, flags
@@ -1360,8 +1354,7 @@ YAML_WORDS = {      # core schema: YAML 1.2.2, 10.3.2
     '-.inf': -math.inf, '-.Inf': -math.inf, '-.INF': -math.inf,
 }
 TAB_INDENT = 'a tab character cannot be used for indentation; use spaces'
-NOT_HERE = ("a mapping value is not allowed here: put a text that contains ': ' in quotes, or check the "
-            'indentation')
+NOT_HERE = "a mapping value is not allowed here: put text with ': ' in quotes, or check the indentation"
 
 
 def parse_plain(text: str) -> Any:
@@ -1384,12 +1377,10 @@ def fold_break(match: 're.Match') -> str:
 
 
 class YamlText(TextReader):
-    """The parts of a YAML text that are no collections: layout, scalars and aliases.
-
-    `at` and `column` are the next content after what has been read, and its column (-1 at the end of the
-    text). The parameter `parent` is the indentation of the collection that a value belongs to. The text ends
-    with a line break, so that text[at + 1] exists wherever text[at] is not the last one.
-    """
+    """The parts of a YAML text that are no collections: layout, scalars and aliases. `at` and `column` are
+    the next content after what has been read, and its column (-1 at the end of the text). The parameter
+    `parent` is the indentation of the collection that a value belongs to. The text ends with a line break, so
+    that text[at + 1] exists wherever text[at] is not the last one."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -2520,10 +2511,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
 ) for name, *row in rows)
 
 # Names of earlier years: (where, old name) -> name now.
-OLD_NAMES = {
-    ('job', 'blocked_by'): 'depends_on',
-    ('job', 'label'): 'labels',
-}
+OLD_NAMES = {('job', 'blocked_by'): 'depends_on', ('job', 'label'): 'labels'}
 
 # Words that people take for the name of a field -> its name.
 OTHER_WORDS = {
@@ -3063,22 +3051,17 @@ class Document:
         return line, offset - self.line_starts[line - 1] + 1
 
 
-def decode_document(data: bytes, path: str) -> str:
-    """The text of a file; what is no UTF-8 text is an error that says where."""
+def read_document(data: bytes, path: str = '', format: str = '') -> Document:
+    """Read a file's bytes. Without format or a path that tells it, what begins with { is JSON5, else YAML."""
     if not data.strip():
         raise BadInput(f'{path or "the input"} is empty', [Problem('the file is empty', 1, 1, path)])
     try:
-        return data.decode('utf-8')
+        text = data.decode('utf-8')
     except UnicodeDecodeError as error:
-        at = error.start
-    before = data[:at].decode('utf-8')
-    reason = f'the byte 0x{data[at]:02x} is not UTF-8: is this a workflow? Then save the file as UTF-8'
-    raise problem_error(Problem(reason, before.count('\n') + 1, len(before) - before.rfind('\n'), path))
-
-
-def read_document(data: bytes, path: str = '', format: str = '') -> Document:
-    """Read a file's bytes. Without format or a path that tells it, what begins with { is JSON5, else YAML."""
-    text = decode_document(data, path)
+        before, byte = data[:error.start].decode('utf-8'), data[error.start]
+        reason = f'the byte 0x{byte:02x} is not UTF-8: is this a workflow? Then save the file as UTF-8'
+        place = before.count('\n') + 1, len(before) - before.rfind('\n')
+        raise problem_error(Problem(reason, *place, path)) from None
     format = format or FORMATS.get(os.path.splitext(path)[1].lower(), '')
     if not format:
         start = JSON5_SPACE.match(text).end()
@@ -4194,15 +4177,12 @@ def plan_rules(handler: Block) -> str:
 
 def plan_workflow(planner: Planner, workflow: Block) -> Dict[str, Any]:
     """The workflow itself."""
-    copied = ('name', 'user', 'description', 'project', 'metadata', 'dynamic_jobs', 'access_groups')
+    copied = ('name', 'user', 'description', 'project', 'metadata', 'dynamic_jobs', 'access_groups',
+              'enable_ro_crate', 'slurm_defaults')
     body = {name: workflow[name] for name in copied if name in workflow}
     body.update((name, workflow.value(name)) for name in WORKFLOW_DEFAULTS)
-    if workflow.value('enable_ro_crate'):
-        body['enable_ro_crate'] = True
     if workflow.get('env'):
         body['env'] = plan_workflow_env(planner)
-    if workflow.get('slurm_defaults'):
-        body['slurm_defaults'] = workflow['slurm_defaults']
     config = dict(workflow.get('execution_config', {}))
     for name, by_job in (('job_stdio_overrides', planner.stdio), ('job_timeouts', planner.timeouts)):
         if by_job:
@@ -4346,9 +4326,6 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 #
 # What people see of a plan, and of the fields of a workflow file. The execution plan serves a spec's plan and
 # a stored workflow alike, so it takes names and numbers, no plan.
-
-
-# -------- execution plan --------
 
 
 def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
@@ -6132,12 +6109,10 @@ def has_work(context: Context, action: Values) -> bool:
 
 
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
-    """At an initialize: recovery actions go, the others are to be executed again.
-
-    In a partial run those stay executed whose part is over: of on_workflow_start, of jobs that have all
-    finished, and, if nothing is left to run, of on_workflow_complete. What they once submitted is no longer
-    what is left to do, which `slurm regenerate` plans for.
-    """
+    """At an initialize: recovery actions go, the others are to be executed again. In a partial run those stay
+    executed whose part is over: of on_workflow_start, of jobs that have all finished, and, if nothing is left
+    to run, of on_workflow_complete. What they once submitted is no longer what is left to do, which `slurm
+    regenerate` plans for."""
     context.run('DELETE FROM workflow_action WHERE workflow_id = ? AND is_recovery = 1', (workflow_id,))
     is_over = "trigger_type = 'on_workflow_start' OR EXISTS (SELECT 1 FROM dep_set WHERE dep_set.id = " \
               'gate_set_id AND pending <= 0)'
@@ -6328,8 +6303,6 @@ def give_back_actions(context: Context, node_id: int, held: Iterable[int] = ()) 
 # A workflow comes into being whole, from a plan (see Spec), or piece by piece through the API. A plan can
 # also be merged into a workflow that an earlier plan made: then rows are matched by name.
 
-
-# -------- creating --------
 
 def create_workflow(context: Context, body: Values) -> Values:
     """Make a workflow without jobs, with the implicit requirements named default."""
@@ -7544,13 +7517,10 @@ def hash_inputs(context: Context, job_ids: Ids) -> Dict[int, str]:
 
 
 def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
-    """Make a workflow what an edited file says, and ready what is new, failed, unfinished or outdated.
-
-    A completed job is outdated if its command, invocation script, environment, prerequisites, files or input
-    data are not those that it ran with, if its input files have changed since (`file_times`: name -> time,
-    null if it is missing) or its output files are gone, or if it depends on one that is to run. Begins a new
-    run if anything is to change.
-    """
+    """Make a workflow what an edited file says, and ready what is new, failed, unfinished or outdated, in a
+    new run. A completed job is outdated if it is given other things than it ran with (see hash_inputs), its
+    input files have changed (`file_times`: name -> time, null if it is missing), its output files are gone,
+    or it depends on one that is to run."""
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     refuse_runners(context, workflow_id)
@@ -7706,12 +7676,10 @@ CLAIM_STRATEGIES = ('resources', 'queue')
 
 
 def claim(context: Context, state: WorkflowState, want: Values, node_id: Optional[int]) -> Placement:
-    """Hand ready jobs that fit what is free on the caller's nodes and the remaining time to a runner.
-
-    First those bound to the caller's scheduler, then unbound ones, then (unless strict) any. `depth` further
-    rounds of all that the nodes have may be taken ahead. By the strategy `queue` only priority, labels and
-    time count: the caller knows where they go.
-    """
+    """Hand ready jobs that fit what is free on the caller's nodes and the remaining time to a runner. First
+    those bound to the caller's scheduler, then unbound ones, then (unless strict) any. `depth` further rounds
+    of all that the nodes have may be taken ahead. By the strategy `queue` only priority, labels and time
+    count: the caller knows where they go."""
     check_references(context, state.id, want)
     if state.is_canceled or want['limit'] <= 0:
         return {}
@@ -7894,8 +7862,6 @@ def get_ready_job_requirements(context: Context, workflow_id: int,
 # runner was interrupted makes its job ready again, and spends no retry.
 
 
-# -------- start, complete, retry --------
-
 def start_job(context: Context, job_id: int, run_id: int, compute_node_id: int) -> Values:
     """A node has started a claimed job: pending -> running. Idempotent."""
     job = job_state(context, job_id)
@@ -7990,11 +7956,9 @@ def record_ends(context: Context, state: WorkflowState, ends: Sequence[Values],
 
 def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
     """Take in the end of one attempt, with all that follows from it. Raises TorcErrors before it writes.
-
     `end` is a ResultModel, with `retry` if the next attempt is to be made ready, or `interrupted` if it must
     be, since the job was stopped only because its runner was. A repeated end is no error of a runner or a
-    journal (`is_witnessed`), which may not have heard the answer.
-    """
+    journal (`is_witnessed`), which may not have heard the answer."""
     job = job_state(context, end['job_id'])
     if job.workflow_id != state.id:
         raise NotFound(f'job {job.id} not found in workflow {state.id}')
@@ -8269,11 +8233,9 @@ MAX_CPU_PERCENT = 100000.0      # more than a node can have: an error of measure
 
 
 def backfill_results(context: Context, run_id: int, job_ids: Ids) -> None:
-    """Bring results up to date with what the accounting says of their attempts, whichever came first.
-
-    By the table of the page "Slurm Job Step Monitoring": either source of memory may miss a spike. The
-    average of sacct is of the whole life of a step; it stands for the peak, too, where sstat has seen none.
-    A zero was never measured. Sampled memory has no second source for its average.
+    """Bring results up to date with what the accounting says of their attempts, whichever came first, as the
+    page "Slurm Job Step Monitoring" does: either source of memory may miss a spike; the average of sacct, of
+    the whole life of a step, stands for the peak, too, where sstat has seen none. A zero was never measured.
     """
     rows = rows_by_ids(
         context, 'SELECT result.id, exec_time_minutes * 60, max_rss_bytes, ave_cpu_seconds, '
@@ -8887,9 +8849,7 @@ def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
     if body.get('is_active') and before.get('is_active') is False:
         raise Refused(f'compute node {node_id} has ended, and its jobs are released; register a new one',
                       field='is_active')
-    values = given_values(body)
-    values.pop('labels', None)
-    context.update('compute_node', node_id, values)
+    context.update('compute_node', node_id, given_values(dict(body, labels=None)))
     if before.get('is_active') and body.get('is_active') is False:
         # it knows what it did not start
         return_claims(context, jobs_of(context, node_id, PENDING))
@@ -8950,12 +8910,10 @@ SILENCE = 'nothing was heard of it for {:g} s, its lease'
 
 def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
                        host: Optional[str] = None) -> List[int]:
-    """Release active nodes whose runner is dead, or silent beyond its lease and runs no job. Their ids.
-
-    A job that runs is ended by knowledge, never by silence: its runner may be cut off, and come back. What
-    such a node has only claimed is ready again. lives(hostname, pid, identity) is asked for every active
-    node, or those of one host; it answers None when it cannot know.
-    """
+    """Release active nodes whose runner is dead, or silent beyond its lease and runs no job. Their ids. A job
+    that runs is ended by knowledge, never by silence: its runner may be cut off, and come back. What such a
+    node has only claimed is ready again. lives(hostname, pid, identity) is asked for every active node, or
+    those of one host; it answers None when it cannot know."""
     lost, now = [], context.service.clock()
     context.service.listens_since = min(context.service.listens_since, now)
     rows = context.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
@@ -9090,15 +9048,13 @@ def retake_action(context: Context, workflow_id: int, action_id: int, node_id: i
 def record_start(context: Context, state: WorkflowState, node_id: int, start: Cells) -> None:
     """Record that an attempt runs on a node; one that is over, or another node's, is revoked instead."""
     job_id, attempt_id, start_time = start
-    try:
+    with contextlib.suppress(TorcError):    # compare_held() tells the node
         job = job_state(context, job_id)
         if job.workflow_id == state.id:
             ends = known_ends(context, state, job, state.run_id, attempt_id)
             adopt_attempt(context, state, job, {'attempt_id': attempt_id, 'compute_node_id': node_id,
                                                 'is_witnessed': True}, ends)
             mark_started(context, job_id, node_id, start_time)
-    except TorcError:   # compare_held() tells the node
-        pass
 
 
 def record_action_end(context: Context, workflow_id: int, node_id: int, result: Values) -> None:
@@ -9177,8 +9133,7 @@ def has_news(context: Context, workflow_id: int) -> bool:
     row = context.one('SELECT is_canceled FROM workflow WHERE id = ?', (workflow_id,))
     if row is None or row[0]:
         return True
-    of = f'SELECT 1 FROM job WHERE workflow_id = {int(workflow_id)} AND status'
-    if context.one(f'{of} = {READY} LIMIT 1') or not context.one(f'{of} IN {sql_list(ACTIVE)} LIMIT 1'):
+    if has_jobs(context, workflow_id, (READY,)) or not has_jobs(context, workflow_id, ACTIVE):
         return True
     where, values = due_condition(context, workflow_id, JOB_TRIGGERS, "AND action_type = 'run_commands'")
     return context.one(f'SELECT 1 FROM workflow_action {where}', values) is not None
@@ -9187,8 +9142,7 @@ def has_news(context: Context, workflow_id: int) -> bool:
 # What a runner's turn that is asked again says once more, and what an answer has if it brings something.
 KEPT_OF_TURN = ('compute_node_id', 'identity', 'pid', 'run_id', 'turn', 'lease_s', 'want', 'actions',
                 'submits', 'explain')
-BROUGHT = ('jobs', 'actions', 'accepted', 'errors', 'revoked', 'revoked_actions',
-           'notices', 'is_complete')
+BROUGHT = ('jobs', 'actions', 'accepted', 'errors', 'revoked', 'revoked_actions', 'notices', 'is_complete')
 
 
 def brings_nothing(answer: Values) -> bool:
@@ -9351,7 +9305,7 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
     schedulers = describe_schedulers(context, workflow_id)
     for action in context.select('workflow_action', *due_condition(context, workflow_id, (),
                                                                    "AND action_type = 'schedule_nodes'")):
-        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        config = action['action_config']
         if config.get('scheduler_id') in schedulers:
             row = dict(schedulers[config['scheduler_id']], action_id=action['id'],
                        max_parallel_jobs=config.get('max_parallel_jobs'))
@@ -9443,7 +9397,7 @@ def explain_actions(context: Context, workflow_id: int) -> List[Values]:
     found = []
     for action in action_rows(context, f'WHERE workflow_id = ? AND ({IS_FREE} OR failure IS NOT NULL) '
                               'ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
-        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        config = action['action_config']
         action.pop('job_ids', None)     # they may be all jobs of the workflow
         found.append(dict(
             action, action_id=action['id'], scheduler_name=names.get(config.get('scheduler_id')),
@@ -9802,8 +9756,6 @@ def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Va
 #
 # Who is in which group, and which groups may use which workflow (see 8); what a server says of itself.
 
-
-# -------- access groups --------
 
 GROUPS_OF_WORKFLOW = 'id IN (SELECT group_id FROM workflow_access_group WHERE workflow_id = ?)'
 GROUPS_OF_USER = 'id IN (SELECT group_id FROM user_group_membership WHERE user_name = ?)'
@@ -10287,11 +10239,9 @@ def get_demand(context: Context, workflow_id: int) -> Values:
 
 def store_allocations(context: Context, workflow_id: int, body: Values) -> Values:
     """Store planned schedulers, bind jobs to them, and make the actions that submit their allocations.
-
     Actions that would submit others for the same jobs are taken; `due` are those to be carried out now.
     Conflict if the workflow has other schedulers or allocations, or another run, than those that were known
-    when the plan was made.
-    """
+    when the plan was made."""
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     known = (state.run_id, newest_id(context, 'slurm_scheduler', workflow_id),
@@ -10343,11 +10293,8 @@ def reclass_jobs(context: Context, workflow_id: int, job_ids: Ids, **changes: Op
 
 def replay_completions(context: Context, workflow_id: int, body: Values) -> Values:
     """Take in completions from the journals of runners: each is accepted, known, or rejected with a reason.
-
-    What follows from one is what would have followed had it come in time. It counts also for a job that was
-    taken for lost, as long as no later attempt has begun. `left`: runners that have left since; their nodes
-    are released.
-    """
+    What follows is what would have followed had it come in time. It counts also for a job that was taken for
+    lost, if no later attempt has begun. `left`: runners that have left since; their nodes are released."""
     ends, accounts, rejected = [], [], []   # type: List[Values], List[Values], List[Outcome]
     database_id = context.value('SELECT id FROM identity')
     for entry in body['completions']:
@@ -10424,11 +10371,9 @@ RECOVERABLE = (FAILED, TERMINATED, CANCELED, PENDING_FAILED)
 
 def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
     """Correct requirements, reset jobs, begin a new run and initialize it, with one event for all of it.
-
     `run_id` is the run that the caller has looked at: where it is over, somebody else was first. With `files`
     (present file times) what changed runs again, too. Jobs whose failure is undecided stay so. A dry run
-    allows for jobs and allocations that are only to be cleaned up, and answers what get_demand() would.
-    """
+    allows for jobs and allocations that are only to be cleaned up, and answers what get_demand() would."""
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if body['run_id'] != state.run_id:
@@ -10633,11 +10578,10 @@ def sync_allocation(context: Context, state: WorkflowState, seen: Values, found:
 
 
 def doubt_end(context: Context, node_id: int, seen: Values) -> str:
-    """Why the runner of a node may live although its Slurm job is said to be over; '' if nothing says so.
-
-    A node that was cut off from Slurm runs on what Slurm starts again elsewhere. Times that have gone by are
-    compared, each by one clock. A server that has just begun has heard of nobody: then Slurm's word counts.
-    """
+    """Why the runner of a node may live although its Slurm job is said to be over; '' if nothing says so. A
+    node that was cut off from Slurm runs on what Slurm starts again elsewhere. Times that have gone by are
+    compared, each by one clock. A server that has just begun has heard of nobody: then Slurm's word
+    counts."""
     heard_at = context.service.nodes[node_id].heard_at
     lease_s = context.value('SELECT lease_s FROM compute_node WHERE id = ?', (node_id,))
     if heard_at is None or lease_s is None:
@@ -10701,8 +10645,7 @@ def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
     to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
                            f"AND action_type = 'schedule_nodes' AND {IS_FREE} AND failure IS NULL "
                            f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
-    configs = [json.loads(config) for _, config in to_come]
-    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
+    schedulers = {json.loads(config).get('scheduler_id') for _, config in to_come}
     gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
                             f'{sql_list(action_id for action_id, _ in to_come)}'))
     soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
