@@ -7257,7 +7257,7 @@ ADDED_OPERATIONS = set('''
     explain_job explain_workflow list_workflow_statuses get_database snapshot_database backup_database get_dependency_graph
     explain_waiting diagnose_workflow take_submission get_demand store_allocations recover_jobs classify_jobs reset_jobs
     observe_workflow list_unplanned_jobs replay_completions survey_allocations sync_allocations create_workflow_from_text get_graph
-    get_timeline get_job_output get_allocation_output make_page_key'''.split())
+    get_timeline get_figures get_job_output get_allocation_output make_page_key'''.split())
 
 
 def plain_type(text: str) -> str:

@@ -10729,22 +10729,12 @@ def shorten_middle(text: str, most: int = LABEL_LENGTH) -> str:
 
 def layers_of_jobs(job_ids: Ids, set_numbers: Ids, sets: Sequence[Ids]) -> Dict[int, int]:
     """How many jobs, at most, are in line before each job: 0 for those that wait for nothing."""
-    waiting, sets_of = collections.defaultdict(list), collections.defaultdict(list)  # type: Any, Any
-    for job_id, number in zip(job_ids, set_numbers):
-        waiting[number].append(job_id)
-    for number, members in enumerate(sets):
-        for job_id in members:
-            sets_of[job_id].append(number)
-    left, layers = [len(members) for members in sets], {}   # type: List[int], Dict[int, int]
-    ready = [(job_id, 0) for number, members in enumerate(sets) if not members for job_id in waiting[number]]
-    while ready:
-        job_id, layers[job_id] = ready.pop()
-        for number in sets_of[job_id]:
-            left[number] -= 1
-            if not left[number]:
-                layer = 1 + max(layers[member] for member in sets[number])
-                ready += [(waiter, layer) for waiter in waiting[number]]
-    return {**dict.fromkeys(job_ids, 0), **layers}      # files may lead in a circle, until it is initialized
+    layers = dict.fromkeys(job_ids, 0)      # files may lead in a circle, until it is initialized
+    waiting = grouped(zip(set_numbers, job_ids))
+    for members, waiters in order_groups([(sets[number], jobs) for number, jobs in waiting.items()]):
+        layer = 1 + max((layers[member] for member in members), default=-1)
+        layers.update(dict.fromkeys(waiters, layer))
+    return layers
 
 
 class Graph:
