@@ -33317,7 +33317,7 @@ def format_man_page() -> str:
 
     commands = ''.join(f'.SS {plain(format_usage(row))}\n{plain(row.help)}\n'
                        + tagged(argument_rows(row.arguments)) for row in COMMANDS)
-    pages = ''.join(f'.SH {plain(topic.upper())}\n.nf\n{plain(text)}.fi\n' for topic, text in MANUAL.items())
+    pages = ''.join(f'.SH {plain(topic.upper())}\n.in 0\n.nf\n{plain(text)}.fi\n' for topic, text in MANUAL.items())
     return (f'.TH TORC 1 "" "torc {__version__}"\n.SH NAME\ntorc \\- run workflows of jobs\n.SH SYNOPSIS\n'
             '.B torc run\n.I FILE\n.br\n.B torc\n.I COMMAND [ARGUMENT...] [options]\n'
             f'.SH OPTIONS OF ALL COMMANDS\n{tagged(argument_rows(GLOBAL_ARGUMENTS))}.SH COMMANDS\n{commands}'
@@ -33393,11 +33393,8 @@ def find_candidates(session: Session, words: Sequence[str]) -> Tuple[List[Tuple[
     if begin[:1] == '-':
         found = {row.names.split()[-1]: row.meaning for row in arguments}
     elif argument is None:
-        for row in COMMANDS:
-            name = row.name.split()
-            if len(name) > len(plain) and name[:len(plain)] == plain:
-                is_whole = len(name) == len(plain) + 1
-                found.setdefault(name[len(plain)], row.help if is_whole else ', '.join(verbs_of(name[0])))
+        found = {} if plain else {group: ', '.join(verbs_of(group)) for group in GROUPS}
+        found.update((row.name.split()[-1], row.help) for row in COMMANDS if row.name.split()[:-1] == plain)
         places = [row for row in arguments if row.names[0] != '-']
         argument = next(iter(places[len(own):] + [row for row in places[-1:] if row.count in '*+']), None)
     if argument is not None and begin[:1] != '-':
