@@ -30045,7 +30045,7 @@ def format_plan(found: Evidence, plan: RecoveryPlan, style: Style) -> str:
     return text + format_lines(map(printable_line, lines))
 
 
-# -------- programs of the user --------
+# -------- the command --------
 
 def refuse_bad_programs(args: Arguments) -> None:
     """Refuse programs of the user that cannot be called before one is needed, perhaps in a week."""
@@ -30056,8 +30056,6 @@ def refuse_bad_programs(args: Arguments) -> None:
     if args['ai_recovery'] and not args['ai_agent']:
         raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
 
-
-# -------- the command --------
 
 def cmd_recover(session: Session, args: Arguments) -> Any:
     """Let failed jobs run again with what they lacked."""
