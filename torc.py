@@ -32233,7 +32233,7 @@ all workflows in a database of Torc
 
 `mcp` serves the program that has started it, on stdin and stdout, with tools
 named as Torc's, this manual and examples. It calls no service itself.
-        $ echo '{"id": 1, "method": "ping"}' | torc.py mcp
+        $ echo '{"jsonrpc": "2.0", "id": 1, "method": "ping"}' | torc.py mcp
 A client has a file for it, such as .mcp.json:
         {"mcpServers": {"torc": {"command": "python3", "args": [
             "/home/ann/torc.py", "mcp", "-o", "/scratch/ann/torc_output",
@@ -32316,16 +32316,15 @@ def describe_tool(tool: Tool, commands: Dict[str, Command]) -> Tuple[Dict[str, A
     words = tool.command.split()
     command = commands.get(' '.join(words[:2])) or commands[words[0]]
     known = {key_of(argument): argument for argument in command.arguments}
-    names = (word.partition('=') for word in tool.arguments.split())
-    taken = {name: known[key or name] for name, _, key in names}
+    taken = {word.partition('=')[0]: known[word.rpartition('=')[2]] for word in tool.arguments.split()}
     properties = {}
     for name, argument in taken.items():
         is_switch = argument.names[0] == '-' and not argument.value
         kind = 'boolean' if is_switch else 'object' if argument.names == 'SPEC' else 'string'
         with contextlib.suppress(ValueError):
             kind = {int: 'integer', float: 'number'}.get(type(argument.parse('1')), kind)
-        properties[name] = {'type': kind, 'description': re.sub(';.*|, or - .*', '', argument.meaning)}
-        properties[name].update({'default': True} if name == 'dry_run' else {})
+        properties[name] = dict({'default': True} if name == 'dry_run' else {}, type=kind,
+                                description=re.sub(';.*|, or - .*', '', argument.meaning))
     return taken, {'name': tool.name, 'description': f'Command `{tool.command}`: {command.help}',
                    'annotations': {'readOnlyHint': not tool.changes},
                    'inputSchema': {'type': 'object', 'properties': properties, 'required': [
@@ -32369,8 +32368,8 @@ class McpServer:
             'initialize': lambda params: dict(MCP_ABOUT, serverInfo=MCP_SELF, protocolVersion=(
                 MCP_VERSIONS[2 if params.get('protocolVersion') == MCP_VERSIONS[2] else 1])),
             'server/discover': lambda params: dict(MCP_ABOUT, supportedVersions=MCP_VERSIONS),
-            'ping': lambda params: {},
-            'tools/list': lambda params: {'tools': tools}, 'tools/call': self.call_tool,
+            'ping': lambda params: {}, 'tools/call': self.call_tool,
+            'tools/list': lambda params: {'tools': tools},
             'resources/list': lambda params: {'resources': resources}, 'resources/read': self.read_resource,
             'resources/templates/list': lambda params: {'resourceTemplates': templates}}
 
@@ -32468,7 +32467,7 @@ def cmd_help(session: Session, args: Arguments) -> int:
         if words in GROUPS or words in COMMANDS_BY_NAME:
             session.show('\n' + format_command_help(words))
     else:
-        session.show(read_examples().get(words) or format_command_help(words))
+        session.show(read_examples()[words][1] if words in read_examples() else format_command_help(words))
     return 0
 
 
@@ -32558,7 +32557,7 @@ def cmd_mcp(session: Session, args: Arguments) -> int:
     """Answer an assistant until stdin ends."""
     server = McpServer(session, args, COMMANDS_BY_NAME, {
         'docs': {name: about for name, (_, about) in TOPICS.items()},
-        'examples': {name: text.partition('\n')[0] for name, text in read_examples().items()}})
+        'examples': {name: about for name, (about, _) in read_examples().items()}})
     for line in session.stdin.buffer:
         answer = server.answer(line)
         if answer is not None:
@@ -33324,13 +33323,14 @@ def format_man_page() -> str:
             + pages.replace('torc.py', 'torc'))
 
 
-def read_examples() -> Dict[str, str]:
-    """The workflow files beside this program, by name: none beside an installed copy."""
+def read_examples() -> Dict[str, Tuple[str, str]]:
+    """The workflow files beside this program: name -> what it shows, text. None beside an installed copy."""
     directory = os.path.join(os.path.dirname(os.path.realpath(globals().get('__file__') or '')), 'examples')
     found = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(directory), '*'))):
         with contextlib.suppress(OSError), open(path, encoding='utf-8', errors='replace') as file:
-            found[os.path.basename(path)] = file.read()
+            about = file.readline()
+            found[os.path.basename(path)] = about.partition('shows:')[2].strip(), about + file.read()
     return found
 
 
@@ -33357,7 +33357,7 @@ TOPICS = {      # of the manual: what makes the text, what it is about
     **{topic: (functools.partial(format_topic, topic), text[:text.index('\n')])
        for topic, text in MANUAL.items()},
     'examples': (lambda: 'To see one: help NAME\n' + format_rows(
-        (name, text.partition('\n')[0]) for name, text in read_examples().items()), 'workflow files to learn from'),
+        (name, about) for name, (about, _) in read_examples().items()), 'workflow files to learn from'),
     'commands': (format_all_commands, 'every command, and options of all'),
     'environment': (format_environment, 'environment variables'),
     'exits': (format_exits, 'exit codes, and statuses of jobs'),
