@@ -14150,7 +14150,8 @@ class AccountingTest(PartTest):
         context.allocation = types.SimpleNamespace(job_id='7')
         self.slurm, self.steps = ScriptedSlurm(self.clock), {}     # type: Any, Dict[int, Any]
         self.starter = types.SimpleNamespace(running={})
-        context.launcher = self.slurm
+        context.launcher, rows = self.slurm, []     # type: Any, List[Any]
+        self.rows, context.link = rows, types.SimpleNamespace(report=lambda kind, more: rows.extend(more))
         self.accounting = torc.Accounting(context, self.starter, unittest.mock.Mock(
             settings=torc.monitor_settings(context.workflow)))
 
@@ -14208,7 +14209,7 @@ class AccountingTest(PartTest):
                           [word.partition('*')[0]] * int(word.partition('*')[2] or 1)]
                 self.assertEqual((row['calls'], states, row['rows']), (
                     ' '.join(str(at) for at, _ in self.slurm.calls), ['?' if step.state is None else step.state for step in self.steps.values()],
-                    ''.join(str(int('max_rss_bytes' in cells)) for cells in self.accounting.rows)))
+                    ''.join(str(int('max_rss_bytes' in cells)) for cells in self.rows)))
         self.assertEqual(['Slurm keeps no accounts of steps here, so that results have only what was sampled: ' + self.FAILURES['off'],
                           'the accounting of Slurm does not answer, so that figures of results may be missing: ' + self.FAILURES['down'],
                           'the accounting of Slurm does not answer, so that figures of results may be missing: sacct: no answer within 30 s'],

@@ -11907,9 +11907,9 @@ TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path paramet
 OPEN_OPERATIONS = frozenset((
     'ping', 'get_version', 'get_database', 'snapshot_database', 'backup_database',
     'list_workflows', 'list_workflow_statuses', 'create_workflow', 'create_workflow_from_spec',
-    'create_workflow_from_text', 'create_access_group', 'list_access_groups',
-    'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
-    'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth', 'make_page_key'))
+    'create_workflow_from_text', 'create_access_group', 'list_access_groups', 'get_access_group',
+    'delete_access_group', 'add_user_to_group', 'list_group_members', 'remove_user_from_group',
+    'list_user_groups', 'check_workflow_access', 'reload_auth', 'make_page_key'))
 # First parameter of a path -> table of what it names; row_id: the route's resource.
 TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node'}
 
@@ -13134,11 +13134,8 @@ LOG_IN = ('the server {} wants a password: set TORC_PASSWORD_FILE, or give --pro
 
 
 def check_sender(head: RequestHead, names: Set[str], scheme: str = 'http') -> None:
-    """Refuse a request whose Host is not ours, or that a page of another origin sends.
-
-    The Host check defeats names that an attacker's DNS points at us; browsers send Origin or Sec-Fetch-Site
-    with whatever a page of another site makes them ask.
-    """
+    """Refuse a request whose Host is not ours (an attacker's DNS may point names at us), or that a page of
+    another origin sends: browsers say so in Origin or Sec-Fetch-Site."""
     host = HOST_TEXT.match(head.fields.get('host', ''))
     if host is None:
         raise BadInput('the header field Host is missing or malformed', http=400)
@@ -14064,10 +14061,8 @@ class Connection:
         try:
             self.connection.settimeout(0)
             socket.socket.recv(self.connection, 1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:     # it has gone
-            return True
+        except OSError as error:    # that it would block, or the client has gone
+            return not isinstance(error, BlockingIOError)
         return True
 
     def send_answer(self, status: int, body: bytes, fields: str = '') -> None:
@@ -20970,8 +20965,9 @@ class Dispatcher(Part):
         if timeout_s:
             attempt.limit_at = process.started + timeout_s
         self.link.report('started', [[*attempt.key, format_time(process.started_at)]], START_REPORT_S)
-        context.log.write('Job started', **context.names(attempt), compute_node_id=context.node_id,
-                          pid=process.pid)
+        context.log.write('Job started', workflow_id=context.workflow_id, job_id=attempt.id,      # Torc's order
+                          run_id=context.run_id, compute_node_id=context.node_id,
+                          attempt_id=attempt.attempt_id, pid=process.pid)
         return True
 
     def on_start_failure(self, attempt: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
@@ -21603,7 +21599,6 @@ class Accounting(Part):
         self.replied_at = -math.inf     # the last answer of sacct
         self.ended = {}                 # type: Dict[Attempt, Step]  # of which sacct is still to be asked
         self.failures = 0.0             # of sacct, in a row; infinite: there is no accounting here
-        self.rows = []                  # type: List[Dict[str, Any]]  # of slurm_stats: the loop takes them
 
     @property
     def is_away(self) -> bool:
@@ -21723,7 +21718,7 @@ class Accounting(Part):
         step.state = step.state or step.record.state or ''
         row = {'job_id': attempt.id, 'attempt_id': attempt.attempt_id,
                'slurm_job_id': self.context.allocation.job_id, **dict(zip(STATS_FIELDS, step.record))}
-        self.rows.append({key: cell for key, cell in row.items() if cell is not None})
+        self.link.report('accounting', [{key: cell for key, cell in row.items() if cell is not None}])
 
 
 # ======== 16g. Runner's allocation: the runner inside a Slurm job ========
@@ -22313,9 +22308,6 @@ class Runner:
         """Let every part act once, and speak to the server."""
         for part in self.parts:
             part.act(time.monotonic())
-        if self.accounting is not None and self.accounting.rows:
-            self.link.report('accounting', self.accounting.rows)
-            self.accounting.rows = []
         self.exchange()
         for part in (self.actions, self.dispatcher):    # what an answer brings starts now
             part.act(time.monotonic())
