@@ -181,9 +181,8 @@ class RowType(type):
 
 
 class Row(tuple, metaclass=RowType):
-    """Base of named tuples with the syntax of typing.NamedTuple. That makes each class when it is defined,
-    which took a third of the time of loading this module (Python 3.6); here collections.namedtuple makes a
-    class when its first row is made."""
+    """Base of named tuples with the syntax of typing.NamedTuple, which makes classes where they are defined:
+    a third of the time of loading this module (Python 3.6). Here the first row makes its class."""
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
         base = collections.namedtuple(cls.__name__, cls._fields)
@@ -476,9 +475,8 @@ def absent(message: str) -> Unreachable:
 
 class Expression:
     """A regular expression, compiled at its first use: all of them would be a tenth of the program's start.
-    It has the methods of re's own, each an attribute once it was asked for. Those that a reader of files
-    calls at every word stay with re.compile: since Python 3.11 a method of a class is called some nanoseconds
-    faster than an attribute."""
+    Its methods become attributes. What readers of files call at every word stays with re.compile: since
+    Python 3.11 a method of a class is called some nanoseconds faster than an attribute."""
 
     def __init__(self, text: Union[str, bytes], flags: int = 0) -> None:
         self.text, self.flags = text, flags
@@ -5726,12 +5724,6 @@ def ids_of_jobs(context: Context, workflow_id: int, condition: str) -> List[int]
     return context.ids(f'SELECT id FROM job WHERE workflow_id = ? AND {condition}', (workflow_id,))
 
 
-def count_active(context: Context, workflow_id: int) -> int:
-    """How many jobs of a workflow are in runners' hands."""
-    return context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status IN {sql_list(ACTIVE)}',
-                         (workflow_id,))
-
-
 def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[int]) -> None:
     """Refuse ids that do not exist or belong to another workflow."""
     wanted = sorted(set(ids))
@@ -7100,8 +7092,7 @@ def put_software(context: Context, workflow_id: int, role: str) -> None:
     """Name this program as the one that serves the current run (torc-server) or works on it (torc)."""
     run_id = workflow_state(context, workflow_id).run_id
     types = ('SoftwareApplication', 'prov:SoftwareAgent')
-    put_entity(context, workflow_id, CRATE_SOFTWARE.format(role, run_id), types,
-               CRATE_PROGRAM)
+    put_entity(context, workflow_id, CRATE_SOFTWARE.format(role, run_id), types, CRATE_PROGRAM)
 
 
 def describe_action(run_id: int) -> Values:
@@ -7241,7 +7232,7 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
 
 def refuse_active(context: Context, workflow_id: int, verb: str) -> None:
     """Refuse while jobs are pending or running."""
-    active = count_active(context, workflow_id)
+    active = len(ids_of_jobs(context, workflow_id, f'status IN {sql_list(ACTIVE)}'))
     if active:
         raise Refused(f'workflow {workflow_id} cannot be {verb} while {active} of its jobs are pending or '
                       f'running; cancel it first (torc.py cancel {workflow_id}), or reset it with --force')
@@ -7415,7 +7406,8 @@ def check_changes(context: Context, workflow_id: int, body: Values) -> Values:
     the present file times (null: missing). With dry_run nothing changes."""
     times = times_by_id(body.get('files') or {})
     check_owned(context, 'file', workflow_id, times)
-    reasons, before = find_outdated(context, workflow_id, times), job_statuses(context, workflow_id)
+    reasons = find_outdated(context, workflow_id, times)
+    before = dict(context.rows('SELECT id, status FROM job WHERE workflow_id = ?', (workflow_id,)))
     with context.savepoint(keeps=not body.get('dry_run')):
         uninitialize(context, list(reasons))
         store_file_times(context, workflow_id, times)
@@ -7435,11 +7427,6 @@ WHY_TO_RUN = {  # status before -> why a job is to run
     None: 'it is new', UNINITIALIZED: 'it was added or set back, and not initialized since',
     COMPLETED: 'a job that it depends on runs again', FAILED: 'it failed', CANCELED: 'it was canceled',
     TERMINATED: 'it was terminated', PENDING_FAILED: 'its failure is undecided'}
-
-
-def job_statuses(context: Context, workflow_id: int) -> Dict[int, int]:
-    """Job -> status."""
-    return dict(context.rows('SELECT id, status FROM job WHERE workflow_id = ?', (workflow_id,)))
 
 
 def list_to_run(context: Context, workflow_id: int, before: Dict[int, int],
@@ -7524,7 +7511,7 @@ def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool =
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     refuse_runners(context, workflow_id)
-    before = job_statuses(context, workflow_id)
+    before = dict(context.rows('SELECT id, status FROM job WHERE workflow_id = ?', (workflow_id,)))
     with context.savepoint(keeps=not dry_run):
         with explaining_plan():
             merge = PlanMerge(context, workflow_id, body)
@@ -7556,7 +7543,7 @@ def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool =
 
 def refuse_runners(context: Context, workflow_id: int) -> None:
     """Refuse while runners work on a workflow, or hold jobs of it."""
-    jobs = count_active(context, workflow_id)
+    jobs = len(ids_of_jobs(context, workflow_id, f'status IN {sql_list(ACTIVE)}'))
     nodes = context.value('SELECT count(*) FROM compute_node WHERE workflow_id = ? AND is_active = 1',
                           (workflow_id,))
     if jobs or nodes:
@@ -7885,8 +7872,7 @@ def mark_started(context: Context, job_id: int, node_id: int, start_time: str) -
         announce_start(context, job, workflow_state(context, job.workflow_id).run_id)
 
 
-def complete_job(context: Context, job_id: int, status: str, run_id: int,
-                 body: Values) -> Values:
+def complete_job(context: Context, job_id: int, status: str, run_id: int, body: Values) -> Values:
     """Record the end of an attempt. Once: a repeated one is refused, as by Torc, whose tools count on it."""
     job = job_state(context, job_id)
     check_result(context, body, job_id=job_id, workflow_id=job.workflow_id, status=status, run_id=run_id)
@@ -9911,8 +9897,7 @@ def reload_auth(context: Context) -> Values:
     check_admin(context)
     if context.service.users is None:
         raise Refused('this server has no password file: it was started without --auth-file')
-    return {'message': 'Auth credentials reloaded successfully',
-            'user_count': context.service.users.reload()}
+    return {'message': 'Auth credentials reloaded successfully', 'user_count': context.service.users.reload()}
 
 
 class Traffic:
