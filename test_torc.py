@@ -21074,9 +21074,8 @@ class TerminalViewTest(WorldTest):
             Enter                   => [Summary] | ready 1 o
             I                       => $ torc.py workflows reinit 1 --dry-run | Safe: no input is missing | Do so?
             n Enter                 => Nothing was done
-            Enter x                 => Type in another terminal, or after Ctrl-Z: | run 1
-            q W                     => watch 1 --recover
-            q C                     => Cancel workflow 1 (study \\u202e1)
+            Enter V                 => $ torc.py recover 1 --dry-run | Do so? (y/N)
+            n Enter Enter C                     => Cancel workflow 1 (study \\u202e1)
             y Enter                 => Canceled workflow 1
             Enter                   => Workflow was canceled
             R                       => Reset the status of all jobs
@@ -21085,6 +21084,8 @@ class TerminalViewTest(WorldTest):
             i                       => Forget all results of workflow 1
             y Enter                 => Enter: back to the view
             Enter                   => ready 1 o | blocked 22
+            x                       => $ torc.py run 1 | Workflow 1 (study \\u202e1) has ended | Enter: back to the view
+            Enter                   => completed 21
             Escape d                => Delete workflow 1 (study \\u202e1)
             n Enter                 => Nothing was done
             Enter                   => > 1 study

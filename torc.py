@@ -12151,20 +12151,17 @@ class ShownList(Row):
                 re.findall(r'([^,=]+?) (-?\d+)=([^,]+)(?:, )?', self.columns)]
 
     @property
-    def parameters(self) -> Iterable[str]:
-        """What its operation may be asked for."""
-        return parse_model(OPERATIONS[self.op].query)
-
-    @property
     def sortable(self) -> List[str]:
         """Keys that the server sorts by."""
-        return [key for _, _, key in self.parts if key[0] != '(' and 'sort_by' in self.parameters]
+        is_sorted = 'sort_by' in parse_model(OPERATIONS[self.op].query)
+        return [key for _, _, key in self.parts if key[0] != '(' and is_sorted]
 
     @property
     def filters(self) -> Dict[str, str]:
-        """Words of a filter -> parameters."""
+        """Words of a filter -> parameters of the operation."""
         words = dict(pair.split('=')[::-1] for pair in self.words.split())
-        return {words.get(name, name): name for name in self.parameters if name not in NO_FILTERS}
+        names = [name for name in parse_model(OPERATIONS[self.op].query) if name not in NO_FILTERS]
+        return {words.get(name, name): name for name in names}
 
 
 NEWEST_FIRST = {'sort_by': 'id', 'reverse_sort': True}
@@ -30932,7 +30929,7 @@ def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
 # TEXTS. KEYS says what keys do. Only what is seen is asked for: the rows on the screen, sorted and filtered
 # by the server, every two seconds, or so seldom that it does other things most of the time. All text passes
 # Screen.put(), where it becomes printable. What is done to a workflow is done by the commands, which have the
-# terminal meanwhile. No job is started from here: for what goes on working, the command to type is shown.
+# terminal meanwhile.
 
 TERMINAL_LOOK_S = 2.0           # between looks at what is shown
 TERMINAL_LOOK_SHARE = 10        # ... at least so many times as long as the answer took
@@ -31086,10 +31083,11 @@ COMMAND_KEYS = (
      '--workflow-id {workflow} --reinit --dry-run'),
     ('R', 'workflow', 'reset all its jobs', 'workflows reset-status {workflow}'),
     ('C', 'workflow', 'cancel it, and its allocations', 'cancel {workflow}'),
-    ('d', 'workflow', 'delete it', 'delete {workflow}'))
-TYPED = {   # keys that show a command
-    'x': ('run',), 's': ('submit',), 'W': ('watch', '--recover'), 'V': ('recover', '--dry-run')}
-
+    ('d', 'workflow', 'delete it', 'delete {workflow}'),
+    ('x', 'workflow', 'run its jobs here, until Ctrl-C', 'run {workflow}'),
+    ('s', 'workflow', 'submit its allocations', 'submit {workflow}'),
+    ('W', 'workflow', 'watch it, and recover what fails', 'watch {workflow} --recover'),
+    ('V', 'workflow', 'run failed jobs again with what they lacked', 'recover {workflow} --dry-run'))
 
 # -------- the terminal --------
 
@@ -31397,14 +31395,6 @@ class Terminal:
             self.client.call('update_job', {'priority': int(text)}, job_id=job_id)
             self.message, self.due_at = f'Job {job_id} has priority {text}', 0.0
 
-    def show_command(self, key: str) -> None:
-        """The command that works on a workflow: it goes on when this view is closed."""
-        verb, *options = TYPED[key]
-        lines = ['Type in another terminal, or after Ctrl-Z:', '',
-                 f"    cd {shlex.quote(self.about.get('submission_directory') or '.')}",
-                 f"    {command_line(self.session, verb, self.about['id'], *options)}"]
-        self.show_over(Pager(verb, lambda: lines))
-
     def help(self, key: str) -> None:
         """What the keys do."""
         lines = format_rows(((row.names, row.help) for row in KEYS), columns=78).splitlines()
@@ -31439,8 +31429,6 @@ KEYS = (
         JobLog(terminal.client, terminal.job_id, 'stdout'))),
     Key('p', 'job', "change a job's priority", Terminal.set_priority),
     *(Key(key, where, words, Terminal.run_command) for key, where, words, _ in COMMAND_KEYS),
-    *(Key(key, 'workflow', f"show the command: {' '.join(words)}", Terminal.show_command)
-      for key, words in TYPED.items()),
     Key('?', 'view', 'this help', Terminal.help),
     Key('q', 'view', 'quit', lambda terminal, _: setattr(terminal, 'is_over', True)),
 )
@@ -34451,6 +34439,11 @@ function timeLeft(status, times) {      // from the attempts that ended last: '1
   return `${elapsed(Math.max(0, guess - error))} to ${elapsed(guess + error)}, if ${runs} run at a time`;
 }
 
+function perMinute(results) {   // by the latest that ended, in the last minutes
+  const times = results.map(row => Date.parse(row.completion_time)).filter(time => time > Date.now() - 300000);
+  return times.length ? (times.length * 60000 / Math.max(60000, Date.now() - Math.min(...times))).toPrecision(2) : null;
+}
+
 function showSummary(body, workflow) {
   const id = workflow.id;
   return async () => {
@@ -34462,7 +34455,7 @@ function showSummary(body, workflow) {
       make('div', {class: 'columns'}, make('section', {}, make('h2', {}, 'Jobs'), table({
         Status: ([name]) => link(`w/${id}/jobs?status:${name}`, stateOf(name)), Jobs: row => row[1].toLocaleString('en'),
       }, Object.entries(counts).filter(pair => pair[1]), 'Jobs by status'), facts({
-        'Time left': timeLeft(status, times), 'Wall time': status.walltime_seconds && elapsed(status.walltime_seconds),
+        'Time left': timeLeft(status, times), 'Ended per minute': perMinute(ended.items), 'Wall time': status.walltime_seconds && elapsed(status.walltime_seconds),
         'Execution time': elapsed(60 * (status.total_exec_time_minutes || 0))})),
       make('section', {}, make('h2', {}, 'What it is about'), facts({
         Description: workflow.description, Owner: workflow.user, Project: workflow.project, Run: workflow.run_id,
@@ -34514,7 +34507,7 @@ const ACTIONS = {   // what would happen, what is asked for, and what is said th
   'Reset all': ['All jobs are to run again, also those that are complete.', [['POST', '/reset_status'], ['POST', '/reset_job_status']],
                 'All jobs are set back: initialize, then run.'],
   Cancel: ['Running jobs are stopped by their runners; waiting ones do not start.', [['PUT', '/cancel']], 'Canceled.'],
-  Archive: ['Archived workflows are not listed by default.', [['POST', '/archive', {is_archived: true}]], 'Archived.'],
+  Archive: ['Archived workflows are listed by the filter archived:true.', [['POST', '/archive', {is_archived: true}]], 'Archived.'],
   Unarchive: ['It is listed again.', [['POST', '/archive', {is_archived: false}]], 'Unarchived.'],
   Delete: ['It goes, with its jobs and their results. Files on disk stay.', [['DELETE', '']], 'Deleted.']};
 
