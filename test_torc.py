@@ -21401,6 +21401,9 @@ class ShellTest(WorldTest):
                 bash   run --progress = _           0     none,plain,bar
                 bash   -f json jobs list 1 -s uni   0     uninitialized
                 bash   help recov                   0     recovery,recover
+                bash   jobs reset-status --status f  0    failed
+                bash   serve -l w                   0     warning
+                bash   workflows archive _          0     true,false
                 bash   delete 1 _                   0     2,1
                 bash   status 1 _                   0     -
                 bash   run _                        1     2,1

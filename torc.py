@@ -32732,8 +32732,7 @@ COMMANDS = (
     Command('htpasswd remove', cmd_htpasswd_remove, 'remove a user from a password file',
         (PASSWORD_FILE, USER, *RELOAD_OPTIONS), 'htpasswd remove -f users.htpasswd you'),
     Command('install', cmd_install, 'install this file, compiled, as the command `torc`', (
-        Argument('--prefix', 'DIR', 'where: DIR/bin/torc, DIR/lib/torc, and in DIR/share its manual page and '
-                 'completions', default='~/.local'),
+        Argument('--prefix', 'DIR', 'where: DIR/bin/torc, with more in lib and share', default='~/.local'),
         Argument('--force', '', 'replace a file of that name that `install` did not write')),
         'install --prefix tools'),
     Command('completions', cmd_completions, 'print what lets a shell complete commands, options and ids', (
@@ -33370,15 +33369,15 @@ def find_candidates(session: Session, words: Sequence[str]) -> Tuple[List[Tuple[
 def values_of(session: Session, argument: Argument, workflow_id: str) -> List[Tuple[str, str]]:
     """Values of an argument, if they are known: ids of the newest workflows, or of the jobs of one; words of
     a closed set. TorcError."""
-    text, choices = argument.value or argument.names, getattr(argument.parse, 'choices', ())
+    text, truths = argument.value or argument.names, ('true', 'false')
+    known = {'BOOL': truths, 'true|false': truths, 'STATUS,...': STATUS_CODES, 'LEVEL': LOG_LEVELS,
+             'TOPIC': [name for name in (*TOPICS, *COMMANDS_BY_NAME, *GROUPS) if ' ' not in name]}
     if re.search(r'\bWF\b|\|ID', text):
         items = session.items('list_workflows', 500, user=user_name(), is_archived=False, reverse_sort=True)
     elif is_id(workflow_id) and ('JOB' in text or 'job_id' in key_of(argument)):
         items = session.items('list_jobs', 500, workflow_id=int(workflow_id))
-    elif text == 'TOPIC':
-        return [(name, '') for name in (*TOPICS, *COMMANDS_BY_NAME, *GROUPS) if ' ' not in name]
     else:
-        return [(choice, '') for choice in choices]
+        return [(choice, '') for choice in known.get(text) or getattr(argument.parse, 'choices', ())]
     return [(str(item['id']), item['name']) for item in items]
 
 
