@@ -497,7 +497,7 @@ class World:
         self.before = open_descriptors(), set(threading.enumerate()), own_children()
         self.environment = dict(os.environ)
         self.environment.update({
-            MARK: self.mark, 'HOME': os.path.join(self.root, 'home'), 'XDG_STATE_HOME': os.path.join(self.root, 'home', 'state'),
+            MARK: self.mark, 'HOME': os.path.join(self.root, 'home'), 'XDG_STATE_HOME': os.path.join(self.root, 'home', 'state'), 'XDG_CONFIG_HOME': '',
             'PYTHONDONTWRITEBYTECODE': '1', 'NO_COLOR': '1', 'LC_ALL': 'C.UTF-8', 'USER': 'tester'})
 
     # -------- files --------
@@ -1681,15 +1681,30 @@ class FormatsTest(unittest.TestCase):
             self.assertEqual(100, len(self.value('a: &a 1\nb: [' + '*a, ' * 5 + '1, ' * 95 + ']\n')['b']))
             self.assertIn('too many values', self.problem('a: &a [' + '1, ' * 20 + ']\nb: [' + '*a, ' * 50 + ']\n').message)
 
-    def test_toml_is_read_where_python_can(self):
-        if torc.tomllib is None:
-            self.assertIn('TOML needs Python 3.11', self.problem('a = 1', 'w.toml').message)
-        else:
-            self.assertEqual(self.value('day = 2024-01-01\nv = 1.10\n[a]\nb = [1]', 'w.toml'),
-                             {'day': '2024-01-01', 'v': 1.1, 'a': {'b': [1]}})
-            self.assertEqual(self.problem('a = 1\nb = = 2', 'w.toml')[1:3], (2, 5))
+    def test_toml_is_read(self):
+        self.assertEqual({'v': 1.1, 'a': {'b': [1]}}, self.value('v = 1.10\n[a]\nb = [1]', 'w.toml'))
+        self.assertEqual((2, 5) if torc.tomllib else (2, 1), self.problem('a = 1\nb = = 2', 'w.toml')[1:3])
+        if torc.tomllib:
+            self.assertEqual({'day': '2024-01-01'}, self.value('day = 2024-01-01', 'w.toml'))
             for text in ('[' * 5000, '[' * 150 + ']' * 150):
                 self.assertRaises(torc.BadInput, torc.load_toml, 'a = ' + text)
+
+    def test_without_tomllib_a_part_of_toml_is_read_and_the_rest_refused(self):
+        for text, wanted in (
+                ('# c\n\n[a]  # c\nb = 1_000 # c\n[a.c]\n"x y" = \'C:\\d\'\n[[p]]\nn = "a\\n\\u00e9\tb"\n[[p]]\n[p.q]\nv = -1.5e3',
+                 {'a': {'b': 1000, 'c': {'x y': 'C:\\d'}}, 'p': [{'n': 'a\n\u00e9\tb'}, {'q': {'v': -1500.0}}]}),
+                ('v = [ "a", # it\'s "b"\n 2, true,\n]\nw = []\nx = false\ny = +5', {'v': ['a', 2, True], 'w': [], 'x': False, 'y': 5}),
+                ('[a.b]\nx = 1\n[a]\ny = 2', {'a': {'b': {'x': 1}, 'y': 2}}), ('true = 1\n12 = 2', {'true': 1, '12': 2}), ('', {}), ('a."b]" = 1', None),
+                *((text, None) for text in (
+                    'a = 1\na = 2', '[a]\n[a]', '[[a]]\n[a]', '[a]\n[[a]]', 'a = []\n[[a]]', 'a = 1\n[a.b]', '[a.b]\n[a]\nb = 1', '[a', '[[a]', '[a]]', 'a', '= 1',
+                    'a = 012', 'a = 1__0', 'a = 1.', 'a = .5', 'a = yes', 'a = True', 'a = "x', 'a = "\\d"', 'a = "\\ud800"', 'a = 1 b = 2', 'a = [1 2]', 'a = [,]',
+                    'a = 2024-01-01', 'a = """x"""', "a = \'\'\'x\'\'\'", 'a = {b = 1}', 'a = [[1]]', 'a = 0x1f', 'a = inf'))):
+            with self.subTest(text):
+                if wanted is None:
+                    self.assertRaises(torc.BadInput, torc.read_toml, text)
+                else:
+                    self.assertEqual(wanted, torc.read_toml(text))
+                    self.assertTrue(torc.tomllib is None or torc.tomllib.loads(text) == wanted)
 
     # -------- errors --------
 
@@ -11895,28 +11910,33 @@ class PartitionTest(unittest.TestCase):
 class HpcConfigTest(WorldTest):
     """Clusters in configuration files, and how one is chosen."""
     CONFIG = '''
-        client:
-          hpc:
-            default_account: everybody
-            profile_overrides: {kestrel: {default_account: wind}}
-            custom_profiles:
-              mine:
-                detect_env_var: SITE=mine
-                default_account: own
-                partitions:
-                  - {name: all, cpus_per_node: 8, memory_mb: 16000, max_walltime_secs: 3600, gpus_per_node: 1}
-              dane:
-                detect_env_var: ANY
-                detect_hostname: '^login\\d+\\.x\\.org$'
-                partitions: [{name: only, cpus_per_node: 1, memory_mb: 1, max_walltime_secs: 1}]
-          slurm: {strict_scheduler_match: true}
-          offline: {enabled: false, drain_ping_interval_secs: 7}
+        [client.hpc]
+        default_account = "everybody"
+        [client.hpc.profile_overrides.kestrel]
+        default_account = "wind"
+        [client.hpc.custom_profiles.mine]
+        detect_env_var = "SITE=mine"
+        default_account = "own"
+        [[client.hpc.custom_profiles.mine.partitions]]
+        name = "all"
+        cpus_per_node = 8
+        memory_mb = 16000
+        max_walltime_secs = 3600
+        gpus_per_node = 1
+        [client.hpc.custom_profiles.dane]
+        detect_env_var = "ANY"
+        detect_hostname = '^login\\d+\\.x\\.org$'
+        [[client.hpc.custom_profiles.dane.partitions]]
+        name = "only"
+        cpus_per_node = 1
+        memory_mb = 1
+        max_walltime_secs = 1
         '''
 
-    def read(self, text: str, name: str = 'config.yaml') -> Any:
-        self.world.write(f'xdg/torc/{name}', text)
-        with self.world.inside():
-            return torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')})
+    def read(self, text: str) -> Any:
+        self.world.write('xdg/torc/config.toml', text)
+        with self.world.inside({'XDG_CONFIG_HOME': self.world.path('xdg')}):
+            return torc.read_settings(None)
 
     def test_the_users_own_are_known_and_replace_those_built_in(self):
         config = self.read(self.CONFIG)
@@ -11941,37 +11961,7 @@ class HpcConfigTest(WorldTest):
                 ('wind', None, {}, 'kestrel'), ('own', None, {}, 'mine'), ('everybody', None, {}, 'dane')):
             self.assertEqual(wanted, torc.find_account(given, defaults, known[profile], config))
         with self.assertRaisesRegex(torc.BadInput, 'give --account'):
-            torc.find_account(None, {}, known['dane'], torc.HpcConfig())
-
-    def test_how_runners_work_may_be_configured_and_the_command_line_wins(self):
-        config = self.read(self.CONFIG)
-        self.assertEqual(((True, False, 7), (False, True, 120)), (config[-3:], torc.HpcConfig()[-3:]))
-        for given, interval_s, wanted in ((False, None, (False, 7)), (True, 2.0, (False, 2.0))):
-            self.assertEqual(wanted, tuple(torc.offline_options({'no_offline_drain': given, 'drain_ping_interval_secs': interval_s}, config).values()))
-        text = '{client: {api_url: x, offline: {enabled: true}, hpc: {default_account: a}}, server: {port: 1, tls: {}}}'
-        note, = self.read(text).notes
-        self.assertTrue(note.endswith('config.yaml: torc.py does not read client.api_url, server yet'), note)
-        self.assertExit(4, self.world.main('status', env={'XDG_CONFIG_HOME': self.world.path('xdg')}), f'warning: {note}\n')
-
-    def test_mistakes_are_reported_with_file_and_key(self):
-        path = self.world.path('xdg/torc/config.yaml')
-        for text, message in (
-                ('{hpc: {custom_profiles: {x: {partitions: []}}}}', 'client.hpc.custom_profiles.x.partitions is empty'),
-                ('{hpc: {custom_profiles: {x: {partition: 1}}}}', "no field client.hpc.custom_profiles.x.partition, did you mean 'partitions'?"),
-                ('{hpc: {custom_profiles: {x: {detect_hostname: "(", partitions: []}}}}', 'x.detect_hostname '),
-                ('{offline: {drain_ping_interval_secs: 0}}', 'client.offline.drain_ping_interval_secs is 0; it must be between 1 and'),
-                ('[', 'config.yaml:1')):
-            with self.assertRaises(torc.BadInput) as caught:
-                self.read(f'client: {text}')
-            self.assertTrue(str(caught.exception).startswith(path) and message in str(caught.exception), (text, str(caught.exception)))
-        for command, code, word in (('status', 4, 'warning'), ('exec -c true', 2, 'torc')):      # who does not need it goes on
-            self.assertExit(code, self.world.main(*command.split(), env={'XDG_CONFIG_HOME': self.world.path('xdg')}), f'{word}: {path}:')
-
-    def test_toml_is_read_or_said_not_to_be_where_python_does_not(self):
-        config = self.read('client = {hpc = {default_account = "a"}}', 'config.toml')
-        self.assertEqual(({'': 'a'}, []) if torc.tomllib else ({}, [f"{self.world.path('xdg/torc/config.toml')} is not read: TOML needs Python 3.11; the "
-                         f"same keys may stand in {self.world.path('xdg/torc/config.yaml')}"]), (config.accounts, config.notes))
-        self.assertEqual([], self.read('client: {}').notes)     # the cure
+            torc.find_account(None, {}, known['dane'], torc.Settings())
 
 
 # ======== 14b. Allocation plan ========
@@ -19473,12 +19463,9 @@ class HpcTest(CommandTest):
         asked = self.json('hpc partitions slurm')
         self.assertEqual(['main', 'x-stdby'], [row['name'] for row in asked])
         os.makedirs(self.world.path('xdg', 'torc'))
-        for name in ['config.json', 'config.yaml'] + ['config.toml'] * (torc.tomllib is not None):
-            path = self.world.path('xdg', 'torc', name)
-            self.assertExit(0, self.world.main('hpc', 'generate', '-n', 'mine', '--skip-stdby', '-o', path))
-            made = self.assertExit(0, self.world.main('hpc', 'partitions', 'mine', '-f', 'json', env={'XDG_CONFIG_HOME': self.world.path('xdg')}))
-            self.assertEqual(asked[:1], made.json(), name)
-            os.remove(path)
+        self.assertExit(0, self.world.main('hpc', 'generate', '-n', 'mine', '--skip-stdby', '-o', self.world.path('xdg', 'torc', 'config.toml')))
+        made = self.assertExit(0, self.world.main('hpc', 'partitions', 'mine', '-f', 'json', env={'XDG_CONFIG_HOME': self.world.path('xdg')}))
+        self.assertEqual(asked[:1], made.json())
         self.assertIn('[[client.hpc.custom_profiles.mine.partitions]]\nname = "main"\n', self.text('hpc generate -n mine'))
         fakes.write('sinfo', 'echo "sinfo: error: no controller" >&2; exit 1')
         self.assertExit(4, self.world.main('hpc', 'show', 'slurm'), 'cannot ask Slurm for its partitions', 'no controller')
@@ -21632,6 +21619,136 @@ class ManualTest(WorldTest):
                     said = subprocess.run(['sh', '-c', script], cwd=self.world.directory, env=self.world.environment, timeout=120,
                                           input='a long password', stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding='utf-8')
                     self.assertEqual((int('watch' in block), {}), (said.returncode, self.world.leave()), said.stdout)   # 1: jobs are left
+
+
+class SettingsTest(CommandTest):
+    """Configuration files and variables."""
+    # As Torc's documentation has them; [dash] and some others mean nothing here.
+    TORC_FILE = """
+        [client]
+        api_url = "http://localhost:8080/torc-service/v1"
+        format = "csv"
+        log_level = "warn"
+        [client.run]
+        poll_interval = 5.0
+        output_dir = "torc_output"
+        [client.slurm]
+        poll_interval = 30
+        [client.watch]
+        poll_interval = 30
+        model = "m"
+        [[client.hpc.custom_profiles.x.partitions]]
+        name = "p"
+        cpus_per_node = 1
+        memory_mb = 1
+        max_walltime_secs = 1
+        [client.hpc.custom_profiles.x]
+        display_name = "X"
+        [server]
+        url = "0.0.0.0"
+        threads = 4
+        admin_users = ["ann"]
+        [dash]
+        port = 8090
+        """
+
+    def parse(self, line: str, **env: str) -> Any:
+        """A command line with the defaults that files and variables give."""
+        with self.world.inside(env):
+            parsed = torc.parse_command_line(shlex.split(line))
+            torc.configure(parsed)
+        return types.SimpleNamespace(**{**parsed.options, **parsed.args})
+
+    def test_the_last_place_counts_key_by_key_and_the_command_line_over_all(self):
+        with unittest.mock.patch('torc.SYSTEM_CONFIG', self.world.path('system.toml')):
+            for name, words, wanted in (
+                    ('system.toml', '', (1, 5.0, None)), ('xdg/torc/config.toml', '', (2, 2.0, None)), ('torc.toml', '', (3, 2.0, 3)),
+                    ('TORC_CLIENT__RUN__NUM_CPUS', '', (4, 2.0, 3)), ('', '--num-cpus 9 -p 7', (9, 7.0, 3)), ('', '--config torc.toml', (4, 5.0, 3))):
+                number = wanted[0]
+                if name.endswith('toml'):
+                    more = {2: 'poll_interval = 2', 3: 'max_parallel_jobs = 3'}.get(number, '')
+                    self.world.write(name, f'[client.run]\nnum_cpus = {number}\n{more}\n')
+                found = self.parse('run 1 ' + words, XDG_CONFIG_HOME=self.world.path('xdg'), **({'TORC_CLIENT__RUN__NUM_CPUS': '4'} if number >= 4 else {}))
+                self.assertEqual(wanted, (found.num_cpus, found.poll_interval, found.max_parallel_jobs), name)
+
+    @slow
+    def test_every_key_gives_a_default_to_its_option_unless_the_variable_of_that_is_set(self):
+        samples = {'str': '/x', 'bool': 'true', '[str]': 'a, b', '@AnswerFormat': 'json', '@LogLevel': 'warn'}
+        for row in torc.SETTINGS:
+            commands = [command for command in torc.COMMANDS if torc.option_of(row, command)]
+            self.assertEqual((bool(row.option), []), (bool(commands), [name for name in row.commands if name != '*' and name not in [
+                command.name for command in commands]]), row.key)
+            for command in commands[:1] if row.option else ():
+                line, option, name = command.example.replace(' --port 0', ''), torc.option_of(row, command), 'TORC_' + row.key.upper().replace('.', '__')
+                self.assertIn(option.default, (None, row.default), row.key)
+                value, given = 'false' if row.default is True else samples.get(row.kind, '7'), getattr(self.parse(line), torc.key_of(option))
+                for env, is_set in (({name: value}, True), ({name: value, row.variable or 'X': '1'}, not row.variable)):
+                    found = getattr(self.parse(line, **env), torc.key_of(option))
+                    self.assertEqual(is_set, found != given, (row.key, env, found))
+        self.assertEqual(['a', 'b', 'c'], self.parse('serve --admin-user c', TORC_SERVER__ADMIN_USERS='a,b').admin_user)
+
+    def test_which_options_stay_as_they_are(self):
+        url = {'TORC_CLIENT__API_URL': 'http://h/torc-service/v1'}
+        for line, env, key, wanted in (
+                ('ping', url, 'url', url['TORC_CLIENT__API_URL']), ('-s ping', url, 'url', None), ('--db x ping', url, 'url', None),
+                ('workflows list', {'TORC_CLIENT__FORMAT': 'csv'}, 'format', 'csv'), ('status 1', {'TORC_CLIENT__FORMAT': 'csv'}, 'format', 'table'),
+                ('serve', {'TORC_CLIENT__LOG_LEVEL': 'error'}, 'log_level', None), ('plot-resources x', {'TORC_CLIENT__RUN__OUTPUT_DIR': 'y'}, 'output_dir', '.'),
+                ('logs 1', {'TORC_CLIENT__RUN__OUTPUT_DIR': '~/y'}, 'output_dir', self.world.environment['HOME'] + '/y'),
+                ('exec -c x', {'TORC_CLIENT__OFFLINE__ENABLED': 'yes'}, 'no_offline_drain', False)):
+            self.assertEqual(wanted, getattr(self.parse(line, **env), key), (line, env))
+
+    def test_a_file_of_torc_is_read_as_it_is(self):
+        self.world.write('torc.toml', self.TORC_FILE)
+        found = self.parse('serve')
+        self.assertEqual(('0.0.0.0', ['ann']), (found.host, found.admin_user))
+        self.assertEqual(30, self.parse('watch 1').poll_interval)
+        self.assertIn('x', [row['name'] for row in self.world.main('-s', '-f', 'json', 'hpc', 'list').json()])
+
+    def test_mistakes_are_refused_with_their_place(self):
+        for text, message in (
+                ('[client.run]\nnum_cpu = 1', "torc.toml: there is no key client.run.num_cpu, did you mean 'client.run.num_cpus'?"),
+                ('[server.logging]\nadmin_users = []', "did you mean 'server.admin_users'?"), ('[client.run]\nnum_cpus = "1"', "client.run.num_cpus must be an integer, not '1'"),
+                ('[client.run]\npoll_interval = 0', 'client.run.poll_interval is 0; it must be between'), ('[server]\nport = true', 'server.port must be an integer, not True'),
+                ('[client]\nformat = "jsn"', "client.format must be one of table, json, csv, tsv, not 'jsn'"), ('[client]\nrun = 5', 'there is no key client.run'),
+                ('[client.hpc.custom_profiles.x]\npartition = 1', "no field client.hpc.custom_profiles.x.partition, did you mean 'partitions'?"),
+                ('[client.hpc.custom_profiles.x]\npartitions = []\ndetect_hostname = "("', 'x.detect_hostname '), ('[client', 'torc.toml:1:')):
+            self.world.write('torc.toml', text)
+            self.assertExit(2, self.world.main('status', 1), message)
+            self.assertExit(4, self.world.main('--config', os.devnull, 'status', 1), 'not found')
+        for name in ('TORC_CLIENT__RUN__NUM_CPUS', 'TORC_SERVER__HTTPS'):
+            self.assertExit(2, self.world.main('--config', os.devnull, 'status', 1, env={name: 'x'}), f'torc: {name}: ', "not 'x'")
+        self.assertExit(2, self.world.main('--config', 'none', 'status', 1), 'cannot read none: No such file')
+
+    def test_a_file_that_others_may_have_written_is_not_read_unless_it_is_named(self):
+        path = self.world.write('torc.toml', '[client.run]\nnum_cpus = 3\n')
+        cases = [(lambda: os.chmod(path, 0o646), 'may be changed by all users')]
+        if os.geteuid() == 0:
+            cases.append((lambda: (os.chmod(path, 0o644), os.chown(path, 65534, -1)), 'belongs to user '))
+        for change, doubt in cases:
+            change()
+            self.assertExit(0, self.world.main('hpc', 'list'), f'warning: torc.toml {doubt}', 'if you trust it: --config torc.toml')
+            self.assertEqual((None, 3), (self.parse('run 1').num_cpus, self.parse('run 1 --config torc.toml').num_cpus))
+        os.unlink(path)
+        os.mkfifo(path, 0o600)      # does not hold us up
+        self.assertIsNone(self.parse('run 1').num_cpus)
+
+    def test_allocations_read_no_file_they_are_told(self):
+        self.world.fake_slurm(**CommandExampleLaws.SLURM)
+        self.world.write('torc.toml', '[client.slurm]\npoll_interval = 9\nkeep_submission_scripts = true\nstrict_scheduler_match = true\n[client.offline]\nenabled = false\n')
+        self.world.write('data.csv', '')
+        self.assertExit(0, self.world.main('submit', self.world.write('w.yaml', CommandExampleLaws.SPEC)))
+        path, = glob.glob(glob.escape(self.world.path('torc_output')) + '/*.sh')
+        script = read_text(path)
+        for text in ('export TORC_CLIENT__SLURM__STRICT_SCHEDULER_MATCH=true\n', 'export TORC_CLIENT__OFFLINE__ENABLED=false\n', ' --config /dev/null', '--poll-interval 9'):
+            self.assertIn(text, script)
+
+    @slow
+    def test_without_a_file_no_reader_is_imported(self):
+        code = 'import sys; sys.path.insert(0, sys.argv[1]); import torc; torc.main(["ping"]); sys.exit("tomllib" in sys.modules)'
+        for number in (0, int(torc.tomllib is not None)):
+            done = subprocess.run([sys.executable, '-c', code, HERE], cwd=self.world.directory, env=self.world.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            self.assertEqual(number, done.returncode)
+            self.world.write('torc.toml', '')
 
 
 # ======== 21b. Python ========

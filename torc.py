@@ -25,7 +25,7 @@ Sections (grep '^# ==' torc.py):
     9. API, 9a. Routes
     10. State files, 10a. Framing, 10b. Access, 10c. Streams, 10d. Connections, 10e. Server,
         10f. Serving
-    11. HTTP client, 11a. Client, 11b. Steps, 11c. Installation
+    11. HTTP client, 11a. Client, 11b. Steps, 11c. Installation, 11d. Settings
     12. Processes, 12a. Monitor
     13. Launcher
     14. Slurm, 14a. Partitions, 14b. Allocation plan, 14c. Submission, 14d. Slurm steps, 14e. Accounting
@@ -119,7 +119,7 @@ class LateModule:
 csv, ctypes, decimal, difflib, getpass, py_compile, ssl, tarfile, webbrowser, zlib = map(LateModule, (
     'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'py_compile', 'ssl', 'tarfile', 'webbrowser', 'zlib'))
 futures, http_client, textwrap = map(LateModule, ('concurrent.futures', 'http.client', 'textwrap'))
-# Without it TOML files are refused, with the reason.
+# Without it read_toml() reads TOML.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
 __version__ = '0.1.0'
@@ -249,6 +249,8 @@ STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
 # Of events, for their readers; each one includes those behind it.
 SEVERITIES = ('debug', 'info', 'warning', 'error')
+ANSWER_FORMATS = ('table', 'json', 'csv', 'tsv')
+LOG_LEVELS = ('debug', 'info', 'warning', 'error', 'off')
 GROUP_ROLES = ('member', 'admin')   # a group's admin adds and removes its members
 ANONYMOUS = 'anonymous'             # who asks without a name; owns nothing
 
@@ -304,8 +306,8 @@ ENVIRONMENT = (
              'administrators of `serve`, separated by commas; beside --admin-user'),
     Variable('XDG_STATE_HOME', 'you',
              "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
-    Variable('XDG_CONFIG_HOME', 'you',
-             'where torc/config.yaml is: clusters (client.hpc), outages (client.offline); else ~/.config'),
+    Variable('XDG_CONFIG_HOME', 'you', 'where torc/config.toml is; else ~/.config'),
+    Variable('TORC_CLIENT__*, TORC_SERVER__*', 'you', 'settings, by their keys: see help config'),
     Variable('NO_COLOR',                  'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',          'torc', 'the workflow'),
     Variable('TORC_RUN_ID',               'torc', 'its run generation'),
@@ -672,6 +674,14 @@ def parse_whole_seconds(text: str) -> int:
     if value_s != int(value_s):
         raise ValueError(f'{text!r} is not a whole number of seconds')
     return int(value_s)
+
+
+def parse_truth(text: str) -> bool:
+    """true, yes, 1 or false, no, 0."""
+    word = text.lower()
+    if word not in ('true', 'yes', '1', 'false', 'no', '0'):
+        raise ValueError(f'{text!r} is neither true nor false')
+    return word in ('true', 'yes', '1')
 
 
 def parse_time(text: str) -> float:
@@ -1877,7 +1887,7 @@ def yaml_scalar(value: Any) -> str:
     return json.dumps(value)    # {} and [] among them
 
 
-# ======== 4b. JSON: JSON and JSON5, and TOML where Python reads it ========
+# ======== 4b. JSON: JSON and JSON5, and TOML ========
 #
 # Json5Reader reads both, with positions and good errors. The standard library says if a text is JSON without
 # extensions, and reads what is so large that it would take seconds here.
@@ -2032,13 +2042,68 @@ def load_json(text: str, is_json5: bool = False) -> Tuple[Any, str, Positions]:
 
 
 # -------- toml --------
+#
+# Before Python 3.11 read_toml() reads what configuration files need of it, and refuses the rest: dates, text
+# of several lines, dotted keys, inline tables, lists in lists, bases other than 10.
+
+TOML_TEXT = (r'"(?:[^"\\\x00-\x08\n-\x1f\x7f]|\\["\\bfnrt]|\\u(?![dD][89a-fA-F])[0-9A-Fa-f]{4})*"'
+             r"|'[^'\x00-\x08\n-\x1f\x7f]*'")
+TOML_SCALAR = (rf'(?!"""|\'\'\')(?:{TOML_TEXT}|true|false|[-+]?(?:0|[1-9](?:_?[0-9])*)'
+               r'(?:\.[0-9](?:_?[0-9])*)?(?:[eE][-+]?[0-9](?:_?[0-9])*)?)(?![\w.:+-])')
+TOML_SPACE = r'(?:[ \t\n]|#[^\n]*)*'
+TOML_LIST = rf'\[{TOML_SPACE}(?:{TOML_SCALAR}{TOML_SPACE},{TOML_SPACE})*(?:{TOML_SCALAR}{TOML_SPACE})?\]'
+TOML_KEY = rf'[ \t]*(?:{TOML_TEXT}|[A-Za-z0-9_-]+)[ \t]*'
+TOML_WORDS, TOML_KEYS = Expression(rf'#[^\n]*|({TOML_SCALAR})'), Expression(TOML_KEY)
+TOML_START = Expression(TOML_SPACE)
+TOML_LINE = Expression(     # [key.key], [[key.key]] or key = value
+    rf'(?:(\[\[?)({TOML_KEY}(?:\.{TOML_KEY})*)(\]\]?)|({TOML_KEY})=[ \t]*({TOML_LIST}|{TOML_SCALAR}))'
+    rf'[ \t]*(?:#[^\n]*)?(?:\n|\Z){TOML_SPACE}')
+
+
+def parse_toml_word(text: str, is_key: bool = False) -> Any:
+    """A key, or a value that is no list."""
+    if text[0] in '"\'':    # JSON has the escapes of double quotes, too
+        return json.loads(text, strict=False) if text[0] == '"' else text[1:-1]
+    if is_key or text in ('true', 'false'):
+        return text if is_key else text == 'true'
+    return (parse_fraction if re.search('[.eE]', text) else parse_whole)(text.replace('_', ''))
+
+
+def read_toml(text: str) -> Dict[str, Any]:
+    """The value of a TOML text."""
+    root, at, begun = {}, TOML_START.match(text).end(), set()   # type: Dict[str, Any], int, Set[int]
+    table = root    # type: Any
+    while at < len(text):
+        match = TOML_LINE.match(text, at)
+        opening, names, closing, name, value = match.groups('') if match else ('', '', ']', '', '')
+        if len(opening) != len(closing):
+            raise problem_at(text, at, 'expected [table], or key = "text", a decimal number, true, false or a '
+                                       'list of these: before version 3.11 Python reads no other TOML')
+        *outer, key = (parse_toml_word(word.strip(), True) for word in TOML_KEYS.findall(names or name))
+        table, made = root if opening else table, {'': None, '[': {}, '[[': []}[opening]    # type: Any, Any
+        for part in outer:
+            table = table.setdefault(part, {}) if isinstance(table, dict) else None
+            table = table[-1] if isinstance(table, list) and id(table) in begun else table
+        found = table.setdefault(key, made) if isinstance(table, dict) and (opening or key not in table) else ()
+        # [a] may stand after [a.b], and [[a]] again.
+        if found is not made and (type(found) is not type(made) or (id(found) in begun) != (opening == '[[')):
+            raise problem_at(text, at, f'duplicate key {key!r}: remove one, or rename it')
+        if opening:
+            begun.add(id(found))
+            if opening == '[[':
+                found.append({})
+            table = found[-1] if opening == '[[' else found
+        else:
+            words = [parse_toml_word(word) for word in TOML_WORDS.findall(value) if word]
+            table[key] = words if value[0] == '[' else words[0]
+        at = match.end()
+    return root
+
 
 def load_toml(text: str) -> Tuple[Any, str, Positions]:
-    """The value of a TOML text, by the standard library, which reports no positions. Dates become text."""
+    """The value of a TOML text and the text as read; there are no positions. Dates become text."""
     if tomllib is None:
-        version = '.'.join(map(str, sys.version_info[:2]))
-        raise problem_at(text, 0, f'TOML needs Python 3.11 or newer, this is {version}: write YAML, JSON5 or '
-                                  'KDL')
+        return read_toml(normal_text(text)), normal_text(text), {}
     text = normal_text(text)
     try:
         value = tomllib.loads(text, parse_float=parse_fraction)
@@ -11330,7 +11395,8 @@ def get_figures(context: Context, workflow_id: int, job_id: int = 0) -> SeriesWa
 # client may know a key of ours as another name of one of its own.
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
-         'MonitorGranularity': GRANULARITIES, 'Strategy': CLAIM_STRATEGIES, 'GroupRole': GROUP_ROLES}
+         'MonitorGranularity': GRANULARITIES, 'Strategy': CLAIM_STRATEGIES, 'GroupRole': GROUP_ROLES,
+         'AnswerFormat': ANSWER_FORMATS, 'LogLevel': (*LOG_LEVELS, 'warn', 'trace')}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], (list,of,just,these),
 # {map}, {map with nulls?}, @Model or enum, ?Model of which any field may be missing.
@@ -11343,9 +11409,7 @@ MODELS = {
     'ClaimActionRequest': 'compute_node_id:int',
     'Classification': 'job_id:int! action:str! reason:str! memory:str runtime:str',
     'ClassifyJobsRequest': 'classifications:[@Classification]!',
-    'ConfigFile': 'client:@ClientConfig',
     'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:int runtime:str',
-    'ClientConfig': 'hpc:@HpcConfig slurm:@SlurmConfig offline:@OfflineConfig',
     'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! '
         'duration_seconds:float end_time:time hostname:str! id:int is_active:bool labels:[str] '
         'memory_gb:float! num_cpus:int! num_gpus:int! num_nodes:int! peak_cpu_percent:float '
@@ -11365,13 +11429,11 @@ MODELS = {
     'FailureHandlerModel': 'id:int name:name! rules:rules! workflow_id:int!',
     'FileModel': 'id:int name:name! path:str! st_mtime:float workflow_id:int! identifier:str',
     'FilesModel': 'files:[@FileModel]!',
-    'HpcConfig': 'default_account:str profile_overrides:{@HpcOverride} custom_profiles:{@HpcProfile}',
-    'HpcOverride': 'default_account:str',
     'HpcPartition': 'name:name! description:str cpus_per_node:count! memory_mb:count! '
         'max_walltime_secs:count! max_nodes:count max_nodes_per_user:count min_nodes:count '
         'gpus_per_node:ordinal gpu_type:str gpu_memory_gb:ordinal local_disk_gb:ordinal shared:bool '
         'requires_explicit_request:bool default_qos:str features:[str]',
-    'HpcProfile': 'display_name:str description:str detect_env_var:str detect_hostname:str '
+    'HpcProfile': 'display_name:str description:str detect_env_var:str detect_hostname:regex '
         'default_account:str charge_factor_cpu:float charge_factor_gpu:float partitions:[@HpcPartition]!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
     'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:command! compute_node_id:int '
@@ -11387,7 +11449,6 @@ MODELS = {
     'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
         'accounting:?RunnerAccount job_name:str database_id:str recovering:bool',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
-    'OfflineConfig': 'enabled:bool drain_ping_interval_secs:count',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
         'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
         'failure_handlers:[?FailureHandlerModel]! kinds:[(any,int,any,any)]! dependency_sets:[[ordinal]]! '
@@ -11427,7 +11488,6 @@ MODELS = {
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int! reason:str',
     'SetFileTimesRequest': 'files:{float?}! contents:[(int,float,int,str)]',
-    'SlurmConfig': 'strict_scheduler_match:bool',
     'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! '
         'ntasks_per_node:int partition:str qos:str serialize_allocations:bool tmp:str walltime:str! '
         'workflow_id:int!',
@@ -11511,13 +11571,15 @@ def in_range(least: float, most: float) -> Callable[[Any], str]:
     return find_error
 
 
-def time_error(text: str) -> str:
-    """Why a text is no time, or ''."""
-    try:
-        parse_time(text)
-    except ValueError as error:
-        return f'cannot be read: {printable(str(error))}'
-    return ''
+def error_of(parse: Callable[[str], Any]) -> Callable[[str], str]:
+    """What says why a parser of texts refuses one, or ''."""
+    def find_error(text: str) -> str:
+        try:
+            parse(text)
+        except ValueError as error:
+            return f'cannot be read: {printable(str(error))}'
+        return ''
+    return find_error
 
 
 PLAIN_TIME = Expression(r'[-0-9]+T[0-9:.]+(?:Z|[-+][0-9]+:[0-9]+)\Z')     # as SQLite reads it, too
@@ -11554,12 +11616,14 @@ SCALARS = {     # type of MODELS -> what it is
     'nodes':     Scalar(int, 'an integer', in_range(0, 1e5)),
     'float':     Scalar(REAL, 'a number', in_range(-sys.float_info.max, sys.float_info.max)),
     'minutes':   Scalar(REAL, 'a number', in_range(0, 1e9)),    # of which a sum is exact
+    'interval':  Scalar(REAL, 'a number', in_range(0.01, 1e9)),     # in seconds
     'gigabytes': Scalar(REAL, 'a number', in_range(0, 1e9)),
     'bool':      Scalar(bool, 'true or false', lambda value: ''),
     'str':       Scalar(str, 'text', text_error),
     'name':      Scalar(str, 'text', lambda text: text_error(text) or name_error(text)),
     'command':   Scalar(str, 'text', lambda text: text_error(text) or command_error(text)),
-    'time':      Scalar(str, 'text', lambda text: text_error(text) or time_error(text)),
+    'time':      Scalar(str, 'text', lambda text: text_error(text) or error_of(parse_time)(text)),
+    'regex':     Scalar(str, 'text', error_of(parse_regex)),
     'rules':     Scalar(str, 'text', lambda text: text_error(text) or rules_error(text)),
     'any':       Scalar(object, '', any_error),
 }   # type: Dict[str, Scalar]
@@ -16082,6 +16146,158 @@ def write_installation(launcher: str, module: str) -> None:
     write_atomically(launcher, text.encode('utf-8', 'surrogateescape'), 0o755)
 
 
+# ======== 11d. Settings: what configuration files and variables say ========
+#
+# Files and keys are Torc's. What is read last counts, key by key: the system's file, the user's, ./torc.toml,
+# variables. An option's own variable, and the command line, win over all of them. Mistakes are refused.
+
+
+class Setting(Row):
+    """One key."""
+    key: str
+    kind: str               # a type of MODELS
+    default: Any
+    commands: List[str]     # whose option it gives a default to; * for all where that has the same default
+    option: str             # of every command, if none is named; '' for none
+    variable: str           # of the option; ''
+    meaning: str
+
+
+def parse_setting_row(line: str) -> Setting:
+    """A line of the table below: key, type, default, COMMAND,...:OPTION|VARIABLE, meaning."""
+    key, kind, default, where, meaning = line.split(None, 4)
+    commands, option, variable = re.match(r'(?:(.*):)?([^|]*)\|?(.*)', where).groups()
+    return Setting(key, kind, json.loads(default), commands.split(',') if commands else [], option.strip('.'),
+                   variable, meaning)
+
+
+SETTINGS = tuple(map(parse_setting_row, '''\
+client.api_url str null --url|TORC_API_URL server to use
+client.format @AnswerFormat "table" --format table, json, csv or tsv, where the command has it
+client.log_level @LogLevel "warning" --log-level what is logged
+client.tls.ca_cert str null --tls-ca-cert|TORC_TLS_CA_CERT trusted certificates
+client.tls.insecure bool false --tls-insecure|TORC_TLS_INSECURE do not verify certificates
+client.run.poll_interval interval 5.0 run,exec:--poll-interval seconds between requests of a runner
+client.run.claim_backoff_max_secs interval 300.0 run,exec:--claim-backoff-max-secs the same, at most
+client.run.output_dir str "torc_output" *:--output-dir output directory
+client.run.max_parallel_jobs count null run,exec:--max-parallel-jobs jobs at a time
+client.run.num_cpus count null run,exec:--num-cpus CPUs to use
+client.run.memory_gb gigabytes null run,exec:--memory-gb memory to use, in GiB
+client.run.num_gpus ordinal null run,exec:--num-gpus GPUs to use
+client.offline.enabled bool true run,exec,slurm-job-runner:--no-offline-drain jobs go on without a server
+client.offline.drain_ping_interval_secs count 120 run,exec,slurm-job-runner:--drain-ping-interval-secs \
+seconds between requests to it then
+client.slurm.poll_interval count 30 . seconds between requests of a runner in an allocation (`submit -p`)
+client.slurm.keep_submission_scripts bool false . keep them (as an option of `slurm schedule-nodes` does)
+client.slurm.strict_scheduler_match bool false . runners in allocations take no jobs of other schedulers
+client.hpc.default_account str null . account to charge where nothing else names one
+client.hpc.profile_overrides.NAME.default_account str null . the same, on this cluster
+client.hpc.custom_profiles.NAME @HpcProfile null . a cluster
+client.watch.poll_interval interval 60.0 watch:--poll-interval seconds between looks
+client.watch.max_retries ordinal null watch:--max-retries recoveries, at most
+server.host str "127.0.0.1" serve:--host address to listen at; also server.url
+server.port ordinal 8080 serve:--port port; 0: any free one
+server.database str null serve:--database|DATABASE_URL what is served
+server.log_level @LogLevel "info" serve:--log-level what is logged
+server.https bool false serve:--https insist on a certificate
+server.tls_cert str null serve:--tls-cert|TORC_TLS_CERT its certificate
+server.tls_key str null serve:--tls-key|TORC_TLS_KEY its key
+server.auth_file str null serve:--auth-file|TORC_AUTH_FILE password file
+server.credential_cache_ttl_secs ordinal 60 serve:--credential-cache-ttl-secs|TORC_CREDENTIAL_CACHE_TTL_SECS \
+seconds that a verified password is valid
+server.enforce_access_control bool false serve:--enforce-access-control users see only what is theirs
+server.admin_users [str] [] serve:--admin-user administrators, beside those of the option
+server.disable_admin_sql bool false serve:--disable-admin-sql refuse `admin sql`
+server.disable_admin_sql_writes bool false serve:--disable-admin-sql-writes refuse `admin sql --write`
+server.logging.log_dir str null serve:--log-dir|TORC_LOG_DIR directory of its log
+server.logging.json_logs bool false serve:--json-logs log JSON'''.splitlines()))
+# Torc's without effect here, as all of dash.
+UNUSED_SETTINGS = ('server.threads', 'server.require_auth', 'server.completion_check_interval_secs', *(
+    'client.watch.' + name for name in 'retry_cooldown model rate_limit_per_minute cache_path audit_log_path '
+                                       'api_key'.split()))
+SETTINGS_BY_KEY = {row.key: row for row in SETTINGS}
+SETTING_VARIABLE = Expression('TORC_(?:CLIENT|SERVER|DASH)__.')
+TEXT_PARSERS = {'bool': parse_truth, 'str': str, '@AnswerFormat': str, '@LogLevel': str,
+                '[str]': lambda text: [word.strip() for word in text.split(',') if word.strip()]}
+SYSTEM_CONFIG, LOCAL_CONFIG = '/etc/torc/config.toml', 'torc.toml'
+KeyPath = Tuple[str, ...]       # a key in parts: names of clusters may have dots
+
+
+class Settings:
+    """What files and variables say."""
+
+    def __init__(self) -> None:
+        self.values = {}    # type: Dict[KeyPath, Any]
+        self.warnings = []  # type: List[str]  # files that are not read
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key; `default` where it is not set."""
+        return self.values.get(tuple(key.split('.')), default)
+
+
+def find_setting(path: KeyPath) -> Optional[Setting]:
+    """The row of a key."""
+    is_named = path[:2] == ('client', 'hpc') and len(path) > 3
+    return SETTINGS_BY_KEY.get('.'.join((*path[:3], 'NAME', *path[4:]) if is_named else path))
+
+
+def read_config_file(path: str, is_given: bool) -> Tuple[Dict[str, Any], str]:
+    """What stands in a file, and why it is not read unless its name was given: anybody may have put it into
+    /tmp, say, to send passwords to a server of theirs; or a pipe, to hold us up. OSError, BadInput."""
+    with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        doubt = '' if is_given else describe_owner(found) if found.st_uid not in (os.geteuid(), 0) else \
+            'may be changed by all users' if found.st_mode & 0o002 else ''
+        return {} if doubt else read_document(file.read().rstrip() or b'#', path, 'toml').value, doubt
+
+
+def add_setting(settings: Settings, path: KeyPath, value: Any, is_text: bool = False) -> None:
+    """Add what one place says of a key, perhaps as text, or of all in a table. BadInput."""
+    path = ('server', 'host') if path == ('server', 'url') else path
+    row, key = find_setting(path), printable('.'.join(path))
+    if row is None and isinstance(value, dict):
+        for name, inner in value.items():
+            add_setting(settings, (*path, name), inner)
+    elif row is None and key not in UNUSED_SETTINGS and path[0] != 'dash':
+        raise BadInput(f'there is no key {key}{did_you_mean(key, [*SETTINGS_BY_KEY, *UNUSED_SETTINGS])}')
+    elif row is not None:
+        with contextlib.suppress(ValueError):       # what cannot be read has the wrong type
+            value = TEXT_PARSERS.get(row.kind, parse_json)(value) if is_text else value
+        if row.kind == '@HpcProfile' and isinstance(value, dict):
+            value = {**settings.values.get(path, {}), **value}
+        value = os.path.expanduser(value) if str(value).startswith('~/') else value
+        settings.values[path] = check_value(key, row.kind, value)
+
+
+def read_settings(given: Optional[str]) -> Settings:
+    """What files, or only the given one, and variables say. BadInput for a mistake in them."""
+    home = os.environ.get('XDG_CONFIG_HOME') or os.path.expanduser('~/.config')
+    settings, layers = Settings(), []   # type: Settings, List[Tuple[str, KeyPath, Any, bool]]
+    for path in [given] if given else (SYSTEM_CONFIG, os.path.join(home, 'torc', 'config.toml'), LOCAL_CONFIG):
+        try:
+            value, doubt = read_config_file(path, bool(given))
+            layers.append((path, (), value, False))
+            if doubt:
+                settings.warnings.append(f'{path} {doubt}, and is not read; if you trust it: --config {path}')
+        except OSError as error:
+            if given or error.errno not in NO_FILE:
+                raise BadInput(f'cannot read {path}: {error.strerror}') from None
+    layers += [(name, tuple(name[5:].lower().split('__')), text, True) for name, text in os.environ.items()
+               if text and SETTING_VARIABLE.match(name)]
+    for source, *setting in layers:
+        try:
+            add_setting(settings, *setting)
+        except BadInput as error:
+            raise BadInput(f'{source}: {error.message} (see: {program_name()} help config)') from None
+    return settings
+
+
+def runner_variables(settings: Settings) -> Dict[str, str]:
+    """What runners elsewhere, and what they submit, are to know: it goes with them as variables."""
+    return {'TORC_' + '__'.join(path).upper(): str(value).lower() for path, value in settings.values.items()
+            if path[:2] in (('client', 'offline'), ('client', 'slurm'))}
+
+
 # ======== 12. Processes: what /proc says of them, control groups, and the keeper of a runner ========
 #
 # Owns finding processes and ending them by force. Invariants:
@@ -17408,7 +17624,7 @@ def ask_queue() -> Tuple[Dict[str, ListedJob], str]:
 # ======== 14a. Partitions: what a cluster has, built in, configured, or asked for ========
 #
 # A profile describes a cluster's partitions: their nodes, limits, and how they are chosen. Two are built in;
-# more stand in the user's configuration; else sinfo(1) and scontrol(1) are asked.
+# more stand in configuration files; else sinfo(1) and scontrol(1) are asked.
 #
 # Names of fields are the keys of Torc's JSON. A partition whose nodes differ has one row for each kind of
 # them, so that a job is planned for nodes that can take it: what is asked for leads Slurm to them.
@@ -17522,90 +17738,18 @@ def builtin_profiles() -> List[Profile]:
 
 
 # -------- configured --------
-#
-# Torc's configuration files, of which client.hpc, client.slurm and client.offline are read: ClientConfig of
-# MODELS. TOML needs Python 3.11, so a file may also be YAML or JSON, with the same keys.
-
-CONFIG_ENDINGS = ('.toml', '.yaml', '.yml', '.json', '.json5')
-
-
-class HpcConfig(Row):
-    """What configuration files say of clusters, and of runners."""
-    profiles: Dict[str, Profile] = {}
-    accounts: Dict[str, str] = {}       # by profile; '' for all
-    notes: Sequence[str] = ()           # files that could not be read here, and settings that nothing reads
-    is_strict: bool = False             # runners in allocations take no jobs of other schedulers
-    drains: bool = True                 # jobs go on while the server is away
-    ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests to it then
-
-
-RUNNER_SETTINGS = (('is_strict', 'slurm', 'strict_scheduler_match'), ('drains', 'offline', 'enabled'),
-                   ('ping_interval_s', 'offline', 'drain_ping_interval_secs'))
-
-
-def config_files(environment: Any = os.environ) -> List[str]:
-    """Those that are there; a later one wins."""
-    home = environment.get('XDG_CONFIG_HOME') or os.path.expanduser('~/.config')
-    stems = ['/etc/torc/config', os.path.join(home, 'torc', 'config')]
-    endings = CONFIG_ENDINGS if tomllib else CONFIG_ENDINGS[1:] + CONFIG_ENDINGS[:1]
-    paths = [next(filter(os.path.exists, (stem + ending for ending in endings)), '') for stem in stems]
-    return [path for path in [*paths, 'torc.toml'] if path and os.path.exists(path)]
-
-
-def read_config(environment: Any = os.environ) -> HpcConfig:
-    """Clusters and accounts that the user's configuration files name, and how runners are to work."""
-    profiles, accounts, notes, settings = {}, {}, [], {}
-    for path in config_files(environment):
-        if path.endswith('.toml') and tomllib is None:
-            other = os.path.join(environment.get('XDG_CONFIG_HOME') or '~/.config', 'torc', 'config.yaml')
-            notes.append(f'{path} is not read: TOML needs Python 3.11; the same keys may stand in {other}')
-            continue
-        try:
-            with open(path, 'rb') as file:
-                value = read_document(file.read(), path).value or {}
-            client = check_model('', 'ConfigFile', value).get('client') or {}
-            hpc = client.get('hpc') or {}
-            profiles.update((name, configured_profile(name, entry))
-                            for name, entry in (hpc.get('custom_profiles') or {}).items())
-        except OSError as error:
-            raise BadInput(f'cannot read {path}: {error.strerror}') from None
-        except (ValueError, BadInput) as error:
-            raise BadInput(f'{path}: {error}') from None
-        overrides = {'': hpc, **(hpc.get('profile_overrides') or {})}
-        accounts.update((name, entry['default_account']) for name, entry in overrides.items()
-                        if entry.get('default_account'))
-        found = {field: (client.get(section) or {}).get(key) for field, section, key in RUNNER_SETTINGS}
-        settings.update((field, value) for field, value in found.items() if value is not None)
-        unread = sorted(unread_settings(value, 'ConfigFile'))
-        notes += [f'{path}: torc.py does not read {first_of(unread)} yet'] if unread else []
-    return HpcConfig(profiles, accounts, notes, **settings)
-
-
-def unread_settings(value: Dict[str, Any], model: str, prefix: str = '') -> Iterator[str]:
-    """Keys of one file that nothing here reads."""
-    for key, inner in value.items():
-        field = model_fields(model).get(key)
-        if field is None:
-            yield prefix + str(key)
-        elif field.type.startswith('@') and inner:
-            yield from unread_settings(inner, field.type[1:], f'{prefix}{key}.')
-
 
 def configured_profile(name: str, entry: Dict[str, Any]) -> Profile:
-    """A cluster of the user's own (a HpcProfile of MODELS). ValueErrors name the key."""
+    """A cluster of the user's own (a HpcProfile of MODELS)."""
     entry, *rows = ({key: value for key, value in row.items() if value is not None}
                     for row in (entry, *entry['partitions']))
     variable, equals, value = entry.get('detect_env_var', '').partition('=')
-    pattern, where = entry.get('detect_hostname'), f'client.hpc.custom_profiles.{name}'
+    pattern = entry.get('detect_hostname')
     value = value if equals else None       # any
     detection = [{'type': 'env_var', 'name': variable, 'value': value}] if variable else []
     detection += [{'type': 'hostname_pattern', 'pattern': pattern}] if pattern else []
-    try:
-        parse_regex(pattern or '')
-    except ValueError as error:
-        raise ValueError(f'{where}.detect_hostname {error}') from None
     if not rows:
-        raise ValueError(f'{where}.partitions is empty')
+        raise BadInput(f'client.hpc.custom_profiles.{name}.partitions is empty')
     partitions = [Partition(**dict(row, features=tuple(row.get('features', ())))) for row in rows]
     return Profile(name, entry.get('display_name', name), entry.get('description', ''), detection,
                    entry.get('default_account'), partitions, entry.get('charge_factor_cpu', 1.0),
@@ -17705,9 +17849,11 @@ def ask_for_profile() -> Profile:
 
 # -------- choosing a profile --------
 
-def known_profiles(config: HpcConfig) -> List[Profile]:
+def known_profiles(settings: Settings) -> List[Profile]:
     """Built-in and configured clusters; a configured one replaces the built-in one of its name."""
-    return list({**{profile.name: profile for profile in builtin_profiles()}, **config.profiles}.values())
+    configured = [configured_profile(path[3], value) for path, value in settings.values.items()
+                  if path[:3] == ('client', 'hpc', 'custom_profiles')]
+    return list({profile.name: profile for profile in [*builtin_profiles(), *configured]}.values())
 
 
 def is_here(profile: Profile, environment: Any = os.environ, hostname: str = '') -> bool:
@@ -17721,11 +17867,11 @@ def is_here(profile: Profile, environment: Any = os.environ, hostname: str = '')
     return False
 
 
-def find_profile(name: Optional[str], config: HpcConfig) -> Profile:
+def find_profile(name: Optional[str], settings: Settings) -> Profile:
     """The cluster of a name, else the one that this machine belongs to, else what Slurm here says."""
     if name == LIVE_PROFILE:
         return ask_for_profile()
-    known = {profile.name: profile for profile in known_profiles(config)}
+    known = {profile.name: profile for profile in known_profiles(settings)}
     if name and name not in known:
         names = [*known, LIVE_PROFILE]
         raise BadInput(f"profile '{shorten(name)}' not found{did_you_mean(name, names)}; "
@@ -17737,10 +17883,11 @@ def find_profile(name: Optional[str], config: HpcConfig) -> Profile:
     return found or ask_for_profile()
 
 
-def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profile, config: HpcConfig) -> str:
+def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profile, settings: Settings) -> str:
     """The account to charge: --account, the workflow's slurm_defaults, the configuration's."""
-    found = (given or defaults.get('account') or config.accounts.get(profile.name) or profile.default_account
-             or config.accounts.get(''))
+    own = settings.values.get(('client', 'hpc', 'profile_overrides', profile.name, 'default_account'))
+    found = (given or defaults.get('account') or own or profile.default_account
+             or settings.get('client.hpc.default_account'))
     if not found:
         raise BadInput('no account is named: give --account, or account under slurm_defaults of the workflow')
     return str(found)
@@ -18374,7 +18521,7 @@ class Caller(Row):
     """How a script starts a runner of this workflow."""
     program: Sequence[str]      # Python, and the pinned copy
     server: str                 # URL, or path of the database
-    options: Sequence[str] = ()         # how a URL's server is trusted
+    options: Sequence[str] = ()         # that no file is read, how a URL's server is trusted
     token_file: str = ''
 
 
@@ -18516,6 +18663,7 @@ def format_batch_script(submission: Submission, words: Sequence[str], caller: Ca
              '# sbatch ' + printable_line(' '.join(map(shlex.quote, words))), '',
              '# They clash with the --mem of its steps; the last one is the mark of a runner that submits.',
              'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU TORC_RUN_TAG']
+    lines += [f'export {name}={shlex.quote(value)}' for name, value in settings.get('variables', {}).items()]
     if caller.token_file:
         lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
     program = ' '.join(map(shlex.quote, (*caller.program, 'slurm-job-runner')))
@@ -18616,10 +18764,10 @@ def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], Lis
 
 def caller_of(client: Client, output_dir: str) -> Caller:
     """How scripts reach what a client uses: a URL that was named, or the database, whoever serves it then."""
-    program = sys.executable, pin_program(output_dir)
+    program, options = (sys.executable, pin_program(output_dir)), ['--config', os.devnull]
     if not client.named_url:
-        return Caller(program, os.path.abspath(client.database))
-    options = ['--tls-ca-cert', os.path.abspath(client.tls.ca_file)] if client.tls.ca_file else []
+        return Caller(program, os.path.abspath(client.database), options)
+    options += ['--tls-ca-cert', os.path.abspath(client.tls.ca_file)] if client.tls.ca_file else []
     options += ['--tls-insecure'] if client.tls.is_insecure else []
     return Caller(program, client.named_url, options,
                   os.path.abspath(client.token_file) if client.token_file else '')
@@ -23666,8 +23814,8 @@ def launch_worker(stem: str, order: Order) -> None:
     os.makedirs(output_dir, exist_ok=True)
     path = os.path.join(output_dir, f"torc_worker_wf{order['workflow_id']}_{socket.gethostname()}.log")
     program = os.path.join(os.path.dirname(os.path.abspath(globals()['__file__'])), 'torc-worker')
-    argv = [sys.executable, program, '--url', read_server_file(stem + '.connection')['url'],
-            *['--prompt-password'] * bool(order['password']), 'run', str(order['workflow_id']),
+    argv = [sys.executable, program, '--config', os.devnull,
+            '--url', read_server_file(stem + '.connection')['url'], *['--prompt-password'] * bool(order['password']), 'run', str(order['workflow_id']),
             '-o', output_dir, *order['options']]
     with contextlib.suppress(FileNotFoundError):
         os.unlink(stem + '.json')
@@ -23688,7 +23836,7 @@ def launch_worker(stem: str, order: Order) -> None:
 def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[str, str]) -> None:
     """Start the worker, wait for its end, remove its token."""
     leave_caller(-1, logging.FileHandler, files['log'])
-    environment = dict(os.environ, TORC_USERNAME=order['user'])
+    environment = dict(os.environ, TORC_USERNAME=order['user'], **order['variables'])
     if order['token'] or order['fingerprint']:
         environment['TORC_TOKEN_FILE'] = stem + '.token'
     runner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=2, stderr=2, env=environment)
@@ -25309,7 +25457,6 @@ REPORT_FORMS = {'html': format_report, 'md': functools.partial(format_report, is
 CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures, or related to a job
 OUTCOMES_ASKED = 20         # results that are asked for one by one: the list of all is cheaper for more
 LOG_PIECE_BYTES = 1 << 20   # of a log that is being printed
-ANSWER_FORMATS = ('table', 'json', 'csv', 'tsv')
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
@@ -25344,6 +25491,7 @@ class Session:
         self.out = out
         self.err = err
         self.stdin = stdin
+        self.settings = Settings()
         self.command: Any = None    # its row in COMMANDS
         self.keeper: Optional[Keeper] = None    # of a runner that is a program of its own
         self.is_reading = False     # make no database, although the command may
@@ -27504,10 +27652,10 @@ def read_for_slurm(session: Session, spec: str, args: Arguments,
                    **more: bool) -> Tuple[GeneratedSpec, Profile, str, Document]:
     """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was."""
     document = read_document(read_input(session, spec), '' if spec == '-' else spec)
-    config = read_config()
-    profile = find_profile(args['profile'], config)
+    profile = find_profile(args['profile'], session.settings)
     defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
-    account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
+    account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile,
+                           session.settings)
     partitions = chosen_partitions(profile, args.get('partition'))
     options = plan_options(args, account=account, skip_checks=bool(args['skip_checks']),
                            max_instances=args['max_instances'] or MAX_INSTANCES, **more)
@@ -27830,14 +27978,14 @@ def runner_options(args: Arguments) -> RunnerOptions:
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
         claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
-        progress=args['progress'] or '', notify=args.get('notify'), **offline_options(args, read_config()))
+        progress=args['progress'] or '', notify=args.get('notify'), **offline_options(args))
 
 
-def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
-    """What a runner does while its server is away: by the command line, else by the configuration."""
+def offline_options(args: Arguments) -> Dict[str, Any]:
+    """What a runner does while its server is away."""
     given_s = args['drain_ping_interval_secs']
-    return {'drains': config.drains and not args['no_offline_drain'],
-            'ping_interval_s': config.ping_interval_s if given_s is None else given_s}
+    return {'drains': not args['no_offline_drain'],
+            'ping_interval_s': DEFAULT_PING_INTERVAL_S if given_s is None else given_s}
 
 
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
@@ -28043,12 +28191,11 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
                       'set); elsewhere: run ID')
     if args['startup_delay_seconds']:   # many begin at once: each waits for another time
         time.sleep(secrets.randbelow(2 ** 32) / 2 ** 32 * args['startup_delay_seconds'])
-    config = read_config()
     options = RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
         max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
         claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'],
-        is_strict=config.is_strict, **offline_options(args, config))
+        is_strict=session.settings.get('client.slurm.strict_scheduler_match', False), **offline_options(args))
     session.options['url' if '://' in args['server'] else 'db'] = args['server']
     await_server(session, options)
     code = run_to_end(session, args['workflow_id'], options, True)
@@ -28228,7 +28375,6 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 # runner. Slurm is called here, never by the server: the programs are on a login node.
 
 SUBMIT_TRIGGERS = ('on_workflow_start', 'on_jobs_ready', 'on_jobs_complete')
-DEFAULT_ALLOCATION_POLL_S = 30.0    # between the requests of a runner in an allocation
 SCHEDULER_COLUMNS = ('ID=id, Name=name, Account=account, Nodes=nodes, Walltime=walltime, '
                      'Partition=partition, QOS=qos, Serialized=serialize_allocations')
 ALLOCATION_JOB_COLUMNS = 'Job ID=job_id, Job Name=job_name, Status=status, Return Code=return_code'
@@ -28236,16 +28382,19 @@ ALLOCATION_JOB_COLUMNS = 'Job ID=job_id, Job Name=job_name, Status=status, Retur
 
 # -------- submission --------
 
-def submission_settings(args: Arguments) -> Dict[str, Any]:
-    """How a runner in an allocation is to work, kept with the record, from the arguments of a command."""
+def submission_settings(session: Session, args: Arguments) -> Dict[str, Any]:
+    """How a runner in an allocation is to work, kept with the record: there it reads no files of settings."""
     if not JOB_PREFIX.match(args.get('job_prefix') or ''):
         raise BadInput('--job-prefix takes letters, digits and . _ + -, and does not begin with a dash')
+    settings = session.settings
     same = ('claim_backoff_max_secs', 'max_parallel_jobs', 'start_one_worker_per_node')
     given_settings = {
         'directory': os.getcwd(), 'output_dir': os.path.abspath(args['output_dir']),
-        'poll_interval': args.get('poll_interval') or DEFAULT_ALLOCATION_POLL_S,
+        'poll_interval': args.get('poll_interval') or settings.get('client.slurm.poll_interval',
+                                                                   SLURM_POLL_INTERVAL_S),
         **{name: args.get(name) for name in same}, 'prefix': args.get('job_prefix'),
-        'keeps_script': args.get('keep_submission_scripts')}
+        'keeps_script': args.get('keep_submission_scripts') or settings.get(
+            'client.slurm.keep_submission_scripts'), 'variables': runner_variables(settings)}
     return {name: value for name, value in given_settings.items() if value}
 
 
@@ -28489,7 +28638,7 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> Answer:
     """Submit allocations of one scheduler, whatever the actions of the workflow say."""
     refuse_without_sbatch()
     workflow = session.workflow(choose_workflow(session, args))
-    settings = submission_settings(args)
+    settings = submission_settings(session, args)
     scheduler = choose_scheduler(session, workflow, args['scheduler_config_id'])
     if args['start_one_worker_per_node'] and (workflow.get('execution_config') or {}).get('mode') != 'direct':
         raise BadInput('--start-one-worker-per-node needs mode direct in execution_config')
@@ -28532,14 +28681,15 @@ def cmd_slurm_create(session: Session, args: Arguments) -> Answer:
     body = with_workflow(session, args)
     body['serialize_allocations'] = bool(args['serialize_allocations'])
     check_scheduler(session.workflow(body['workflow_id']), dict(body, id=0),
-                    submission_settings({'output_dir': '/'}))
+                    submission_settings(session, {'output_dir': '/'}))
     return cmd_create(session, body)
 
 
 def cmd_slurm_update(session: Session, args: Arguments) -> Answer:
     """Change a Slurm scheduler; allocations that are submitted stay as they are."""
     record = dict(call_on(session, 'get', args['id']), **given(args, 'id'))
-    check_scheduler(session.workflow(record['workflow_id']), record, submission_settings({'output_dir': '/'}))
+    check_scheduler(session.workflow(record['workflow_id']), record,
+                    submission_settings(session, {'output_dir': '/'}))
     return cmd_update(session, args)
 
 
@@ -28841,15 +28991,14 @@ PARTITION_COLUMNS = ('name=name, cpus=cpus, memory=memory, walltime=walltime, gp
 def cmd_hpc_list(session: Session, args: Arguments) -> Listing:
     """The clusters that are known without asking Slurm."""
     rows = [{'name': profile.name, 'display': profile.display_name, 'partitions': len(profile.partitions),
-             'detected': is_here(profile)} for profile in known_profiles(read_config())]
+             'detected': is_here(profile)} for profile in known_profiles(session.settings)]
     headings = headings_of('name=name, display=display, partitions=partitions, detected=detected')
     return Listing(headings, rows, f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
 
 
 def cmd_hpc_detect(session: Session, args: Arguments) -> Answer:
     """The cluster that this machine belongs to; null if there is none."""
-    config = read_config()
-    found = next((profile for profile in known_profiles(config) if is_here(profile)), None)
+    found = next((profile for profile in known_profiles(session.settings) if is_here(profile)), None)
     if found is None and has_slurm_program('sinfo'):
         try:
             found = ask_for_profile()
@@ -28886,7 +29035,7 @@ def partition_cells(partition: Partition) -> Dict[str, Any]:
 
 def cmd_hpc_show(session: Session, args: Arguments) -> Any:
     """Everything that is known of a cluster."""
-    profile = find_profile(args['name'], read_config())
+    profile = find_profile(args['name'], session.settings)
     value = dict(profile._asdict(), detection=list(profile.detection),
                  partitions=list(map(partition_record, profile.partitions)),
                  metadata={'documentation': None, 'support_email': None})
@@ -28900,7 +29049,7 @@ def cmd_hpc_show(session: Session, args: Arguments) -> Any:
 
 def cmd_hpc_partitions(session: Session, args: Arguments) -> Listing:
     """The partitions of a cluster."""
-    found = [partition for partition in find_profile(args['name'], read_config()).partitions
+    found = [partition for partition in find_profile(args['name'], session.settings).partitions
              if (partition.gpus or not args['gpu']) and (partition.shared or not args['shared'])]
     return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions',
                    list(map(partition_row, found)))
@@ -28908,7 +29057,7 @@ def cmd_hpc_partitions(session: Session, args: Arguments) -> Listing:
 
 def cmd_hpc_match(session: Session, args: Arguments) -> Optional[Answer]:
     """The partitions that can run a job, and the one that would be chosen."""
-    partitions = find_profile(args['name'], read_config()).partitions
+    partitions = find_profile(args['name'], session.settings).partitions
     needs = ResourceClass('', args['cpus'] or 1, args['memory'] or 0, args['gpus'] or 0, 1,
                           args['walltime'] or 0)
     found, best = fitting_partitions(partitions, needs), choose_partition(partitions, needs)
@@ -28934,16 +29083,9 @@ def cmd_hpc_generate(session: Session, args: Arguments) -> Optional[Answer]:
              'partitions': [{key: value for key, value in partition_record(partition).items()
                              if value not in (None, '', [])} for partition in partitions]}
     name, path = args['name'] or re.sub('[^a-z0-9_-]+', '-', profile.name.lower()), args['output']
-    if path and not path.endswith('.toml'):
-        refuse_format(path)
-    format = FORMATS.get(os.path.splitext(path or '.toml')[1].lower(), 'toml')
-    value = {'client': {'hpc': {'custom_profiles': {name: entry}}}}
-    text = format_toml_profile(name, entry) if format == 'toml' else format_spec(value, format)
-    if format == 'toml' and tomllib is None:
-        session.report('warning: this Python cannot read TOML itself (3.11 can): for it, write '
-                       '-o ~/.config/torc/config.yaml')
+    text = format_toml_profile(name, entry)
     if not path:
-        return Answer(value, text)
+        return Answer({'client': {'hpc': {'custom_profiles': {name: entry}}}}, text)
     with writing(path, '--output'):
         write_atomically(path, text.encode('utf-8', 'backslashreplace'), None)
     session.inform(f'Wrote profile {name} with {len(partitions)} partitions to {path}')
@@ -29315,11 +29457,10 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     demand, is_begun = read_demand(found, options), 'uninitialized' not in found['statuses']
     if not demand.num_left:
         return Regeneration(options, demand)
-    config = read_config()
-    profile = find_profile(options.profile, config)
+    profile = find_profile(options.profile, session.settings)
     schedulers = {row['id']: row for row in session.items('list_slurm_schedulers', workflow_id=number)}
     account = options.account or next((row['account'] for row in schedulers.values()), None)
-    account = find_account(account, workflow.get('slurm_defaults') or {}, profile, config)
+    account = find_account(account, workflow.get('slurm_defaults') or {}, profile, session.settings)
     partitions = chosen_partitions(profile, options.partition)
     if options.walltime:
         partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
@@ -29405,7 +29546,7 @@ def cmd_regenerate(session: Session, args: Arguments) -> Answer:
     options = RegenerateOptions(
         args['account'], args['profile'], args['partition'], args['walltime'], plan_options(args),
         args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
-        settings=submission_settings(args))
+        settings=submission_settings(session, args))
     return report_regenerated(session, workflow, options)
 
 
@@ -29465,7 +29606,7 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
 def cmd_submit(session: Session, args: Arguments) -> Answer:
     """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
     refuse_without_sbatch()
-    settings = submission_settings(args)
+    settings = submission_settings(session, args)
     given = [name for name in ('account', 'profile', *PLANNING) if args.get(name)]
     if is_id(args['target']):
         if given:
@@ -29744,7 +29885,7 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
     retried = [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
     partitions = []     # type: Sequence[Partition]  # where new allocations may be
     if is_slurm and any(increase([failure], multipliers) for failure in found.failures):
-        partitions = chosen_partitions(find_profile(args['profile'], read_config()), args['partition'])
+        partitions = chosen_partitions(find_profile(args['profile'], session.settings), args['partition'])
     sharers = grouped((job.get('resource_requirements_id') or 0, job['id']) for job in found.jobs)
     remedies = plan_remedies(found.failures, sharers, RemedyRules(
         multipliers, retried, args['is_shared'],
@@ -30035,7 +30176,8 @@ def cmd_recover(session: Session, args: Arguments) -> Any:
     """Let failed jobs run again with what they lacked."""
     refuse_bad_programs(args)
     workflow_id, is_dry_run = choose_workflow(session, args), bool(args['dry_run'])
-    args, settings = dict(args, dry_run=is_dry_run), submission_settings({'output_dir': args['output_dir']})
+    args = dict(args, dry_run=is_dry_run)
+    settings = submission_settings(session, {'output_dir': args['output_dir']})
     is_asking = session.is_interactive and session.format != 'json' and not is_dry_run
     try:
         found = gather(session, session.workflow(workflow_id), args)
@@ -30338,7 +30480,7 @@ class Supervision:
 
     def settings(self) -> Dict[str, Any]:
         """How the runners in new allocations work: where the workflow was made, for we may be elsewhere."""
-        settings = submission_settings({'output_dir': self.args['output_dir']})
+        settings = submission_settings(self.session, {'output_dir': self.args['output_dir']})
         return dict(settings, directory=base_directory(self.workflow))
 
     def recover(self) -> None:
@@ -30368,7 +30510,7 @@ def cmd_watch(session: Session, args: Arguments) -> int:
     options = RunnerOptions(output_dir=args['output_dir'])
     refuse_bad_programs(args)
     if args['profile'] not in (None, LIVE_PROFILE):
-        find_profile(args['profile'], read_config())
+        find_profile(args['profile'], session.settings)
     await_server(session, options)
     workflow = session.workflow(args['workflow_id'])
     prepare_output_dir(session, options)
@@ -30524,7 +30666,8 @@ def cmd_remote_run(session: Session, args: Arguments) -> Answer:
         'start', urls=urls, fingerprint=client.fingerprint,
         token=read_token(client.token_file) if client.token_file else '', user=user_name(),
         password=client.credentials.password, tunnel=args['tunnel'], directory=args['chdir'],
-        output_dir=args['output_dir'], options=[str(word) for pair in words for word in pair])
+        output_dir=args['output_dir'], options=[str(word) for pair in words for word in pair],
+        variables=runner_variables(session.settings))
     session.call('create_remote_workers', workers, workflow_id=workflow['id'])   # whatever interrupts us
     hosts.gather(lambda worker: hosts.ssh.ask(worker, start))
     without = {worker: dict(start) for worker, answer in hosts.good().items() if answer['needs_tunnel']}
@@ -31509,14 +31652,6 @@ def key_of(argument: Argument) -> str:
     return argument.key or argument.names.split()[-1].lstrip('-').replace('-', '_').lower()
 
 
-def parse_truth(text: str) -> bool:
-    """true, yes, 1 or false, no, 0."""
-    word = text.lower()
-    if word not in ('true', 'yes', '1', 'false', 'no', '0'):
-        raise ValueError(f'{text!r} is neither true nor false')
-    return word in ('true', 'yes', '1')
-
-
 def parse_log_level(text: str) -> str:
     """A level of the log; torc-server's names too."""
     level = {'warn': 'warning', 'trace': 'debug'}.get(text.lower(), text.lower())
@@ -31534,7 +31669,6 @@ def parse_label(text: str) -> str:
 parse_ids, parse_labels = comma_separated(parse_id), comma_separated(parse_label)
 parse_factor = at_least(1, parse_decimal, 1000)     # of what was seen
 parse_status = one_of(*STATUS_CODES)
-LOG_LEVELS = ('debug', 'info', 'warning', 'error', 'off')
 MONITOR_WORDS = ('off', 'summary', 'time-series')
 STDIO_WORDS = tuple(mode.replace('_', '-') for mode in STDIO_MODES)
 
@@ -31618,7 +31752,7 @@ OUTPUT_FILE = Argument('-o --output', 'FILE', 'write it there')
 ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
     Argument('-p --poll-interval', 'SECONDS', "interval between a runner's requests to the server (default "
-             f'{DEFAULT_ALLOCATION_POLL_S:g})', at_least(0.01, parse_seconds)),
+             f'{SLURM_POLL_INTERVAL_S:g})', at_least(0.01, parse_seconds)),
     MAX_PARALLEL._replace(names='-m --max-parallel-jobs'), CLAIM_BACKOFF._replace(default=None),
 )
 ACCOUNT = Argument('-a --account', 'ACCOUNT', 'account to charge')
@@ -31719,7 +31853,8 @@ GLOBAL_ARGUMENTS = (
     Argument('--tls-insecure', '', "do not verify the server's certificate"),
     Argument('--no-prompts', '', 'do not ask for confirmation: assume yes'),
     Argument('-q --quiet', '', 'print errors only'),
-    Argument('--log-level', 'LEVEL', 'debug, info, warning, error or off', one_of(*LOG_LEVELS)),
+    Argument('--log-level', 'LEVEL', 'debug, info, warning, error or off', parse_log_level),
+    Argument('--config', 'FILE', 'read this configuration file, and no other (see: help config)'),
     Argument('--skip-version-check', '', 'accepted, without effect'),
     Argument('-h --help', '', 'help on the command'),
     Argument('-V --version', '', 'version of this file'),
@@ -31841,9 +31976,9 @@ With a server
 
 Which one
     --url, --db FILE or -s (this directory's own) say it. Else it is that of
-    TORC_API_URL, else torc_output/torc.db if it is there, else the server that
-    was started last; `torc.py ping` shows it. On another machine it needs a
-    copy of its token file, which TORC_TOKEN_FILE names.
+    TORC_API_URL or client.api_url (help config), else torc_output/torc.db if it
+    is there, else the server that was started last; `torc.py ping` shows it. On
+    another machine it needs a copy of its token file: TORC_TOKEN_FILE.
 
 In an allocation
     Where nothing may run for long on a login node: a script server.sh that
@@ -32151,6 +32286,33 @@ SQL on the database
     after 5 s. `serve --disable-admin-sql` refuses all of it.
         $ torc.py admin sql 'SELECT name, status_name(status) FROM job'
         $ torc.py admin list-audit-log
+''',
+    'config': r'''defaults of options, and clusters, in files
+
+Files
+    TOML with Torc's keys, whose files are read as they are. What comes last
+    counts, key by key: /etc/torc/config.toml, ~/.config/torc/config.toml,
+    torc.toml in the current directory, variables, the command line. A switch
+    that a file turns on is turned off by a variable. --config names the only
+    file to read. An unknown key or a wrong value is an error. Before Python
+    3.11 dotted keys, inline tables and the like are, too.
+        $ TORC_CLIENT__RUN__POLL_INTERVAL=1 torc.py run workflow.yaml
+        $ torc.py --config /dev/null hpc list
+
+Files of others
+    A torc.toml of another user, or one that all may change, is not read: in
+    /tmp, say, it could send your password to a server of theirs. A warning
+    says so, and `--config torc.toml` reads it all the same.
+
+Where they are read
+    Where you type a command. Runners in allocations, what these submit, and
+    workers of `remote run` are told when they are submitted or started, and
+    read none. `run` in your own batch script reads those of its node.
+
+Clusters
+    `hpc generate` prints one that Slurm tells of. The account of another one:
+        [client.hpc.profile_overrides.kestrel]
+        default_account = "wind"
 ''',
     'resume': r'''how a workflow follows its edited file
 
@@ -33143,7 +33305,7 @@ COMMANDS = (
         'ask Slurm for the partitions of this cluster, as an entry of a configuration file', (
         Argument('-n --name', 'NAME', 'name of the profile (default: that of the cluster)'),
         Argument('-d --display-name', 'TEXT', 'its name for people'),
-        Argument('-o --output', 'FILE', 'write it there; a name in .yaml or .json gives that format'),
+        Argument('-o --output', 'FILE', 'write it there'),
         Argument('--skip-stdby', '', 'leave out partitions whose names end in -stdby')), 'hpc generate'),
 
     Command('admin sql', cmd_admin_sql, "run an SQL statement on the server's database", (
@@ -33305,6 +33467,16 @@ def format_environment() -> str:
                                                if row.set_by == who) for who, title in set_by.items())
 
 
+def format_settings() -> str:
+    """Topic `config`: how it is read, and every key."""
+    kinds = {'[str]': 'a list', '@HpcProfile': 'a table', **{kind: row.wanted for kind, row in SCALARS.items()}}
+    rows = [(row.key, f"{row.meaning} ({kinds.get(row.kind, 'text')}"
+             + (')' if row.default is None else f', default {json.dumps(row.default)})')
+             + ('; ' + ', '.join(row.commands) + ' ' * bool(row.commands) + row.option if row.option else ''))
+            for row in SETTINGS]
+    return f"{format_topic('config')}\nKeys, and the options that they give defaults to:\n{format_rows(rows)}"
+
+
 def format_exits() -> str:
     """Topic `exits`: exit codes of commands, then statuses of jobs."""
     return ('Exit codes:\n' + format_rows((str(row.code), row.meaning) for row in EXITS) +
@@ -33323,6 +33495,7 @@ TOPICS = {      # of the manual: what makes the text, what it is about
     'examples': (lambda: 'To see one: help NAME\n' + format_rows(
         (name, about) for name, (about, _) in read_examples().items()), 'workflow files to learn from'),
     'commands': (format_all_commands, 'every command, and options of all'),
+    'config': (format_settings, 'defaults of options, and clusters, in files'),
     'environment': (format_environment, 'environment variables'),
     'exits': (format_exits, 'exit codes, and statuses of jobs'),
 }
@@ -33402,6 +33575,7 @@ class Parsed(Row):
     command: Optional[Command]  # None: only options, such as --version
     args: Arguments             # of the command
     options: Arguments          # of all commands
+    given: Sequence[str] = ()   # keys of both that the command line has
 
 
 def parse_command_line(words: Sequence[str]) -> Parsed:
@@ -33411,26 +33585,25 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
     if '--' in words:
         position = words.index('--')
         words, rest = words[:position], words[position + 1:]
-    options = {key_of(argument): argument.default for argument in GLOBAL_ARGUMENTS}
-    found, words = read_options(GLOBAL_ARGUMENTS, words, True)
-    options.update(found)
+    defaults = {key_of(argument): argument.default for argument in GLOBAL_ARGUMENTS}
+    options, words = read_options(GLOBAL_ARGUMENTS, words, True)
     if not words:
-        return Parsed(None, {}, options)
-    if words[0] in GROUPS and (words[1:] in (['-h'], ['--help']) or options['help'] and not words[1:]):
-        return Parsed(COMMANDS_BY_NAME['help'], {'topic': words[:1]}, dict(options, help=None))
+        return Parsed(None, {}, {**defaults, **options})
+    if words[0] in GROUPS and (words[1:] in (['-h'], ['--help']) or options.get('help') and not words[1:]):
+        return Parsed(COMMANDS_BY_NAME['help'], {'topic': words[:1]}, {**defaults, **options, 'help': None})
     command, words = find_command(words, options)
     args = {key_of(argument): argument.default for argument in command.arguments}
     takes_rest = '--' in [argument.count for argument in command.arguments]
     found, words = read_options((*GLOBAL_ARGUMENTS, *command.arguments), words, takes_rest)
     if found.get('help'):
-        return Parsed(command, args, dict(options, help=True))
+        return Parsed(command, args, {**defaults, **options, 'help': True})
     try:
         assign_words(command, words if takes_rest else words + rest, rest, found)
     except ValueError as error:
         raise BadInput(f'{error}; usage: {program_name()} {format_usage(command)}') from None
     args.update((key, value) for key, value in found.items() if key in args)
     options.update((key, value) for key, value in found.items() if key not in args)
-    return Parsed(command, args, options)
+    return Parsed(command, args, {**defaults, **options}, [*options, *found])
 
 
 def find_command(words: List[str], options: Arguments) -> Tuple[Command, List[str]]:
@@ -33530,6 +33703,35 @@ def assign_words(command: Command, words: List[str], rest: List[str], found: Arg
         raise ValueError(f'{words[0]!r} is an unexpected argument')
 
 
+def option_of(row: Setting, command: Command) -> Optional[Argument]:
+    """The option of a command that a setting gives a default to. `serve` has its own."""
+    is_own = command.name in row.commands or row.commands == ['*']
+    known = command.arguments if is_own else () if row.commands or command.name == 'serve' else GLOBAL_ARGUMENTS
+    return next((argument for argument in known if row.option in argument.names.split()
+                 and argument.default in (None, row.default)), None)
+
+
+def configure(parsed: Parsed) -> Settings:
+    """What files and variables say; options that were not given have their values from there. BadInput."""
+    command, options = parsed.command, parsed.options
+    if command is None or options['help'] or command.name == 'help':
+        return Settings()
+    settings = read_settings(options['config'])
+    for path, value in settings.values.items():
+        row = find_setting(path)
+        argument = option_of(row, command)
+        if argument is None or row.variable and os.environ.get(row.variable):
+            continue
+        key, where = key_of(argument), parsed.args if row.commands else options
+        if isinstance(value, list):
+            where[key] = [*value, *(where[key] or [])]
+        elif key not in parsed.given and not (
+                key == 'url' and (options['db'] or options['standalone']) or
+                key == 'format' and value in ('csv', 'tsv') and not command.has_csv):
+            where[key] = value != argument.names.startswith('--no-') if isinstance(value, bool) else value
+    return settings
+
+
 # -------- error handling --------
 
 def run_command(parsed: Parsed, session: Session) -> int:
@@ -33550,10 +33752,7 @@ def run_command(parsed: Parsed, session: Session) -> int:
         raise BadInput(f'`{parsed.command.name}` has no {session.format.upper()} form: '
                        'give -f table or -f json')
     session.command = parsed.command
-    try:
-        doubts = list(read_config().notes)
-    except BadInput as error:   # commands that work as it says refuse it; others, such as `cancel`, go on
-        doubts = [error.message]
+    doubts = list(session.settings.warnings)
     for argument in parsed.command.arguments:
         text = parsed.args[key_of(argument)] if argument.parse is normalize_memory else ''
         if text and doubt_memory(text):
@@ -33583,7 +33782,7 @@ def report_error(session: Session, error: TorcError) -> int:
 def logging_at_level(parsed: Parsed) -> Iterator[None]:
     """The log has the level that was asked for, for a while; a server's tells more than a command's."""
     usual = 'info' if parsed.command is not None and parsed.command.name == 'serve' else 'warning'
-    level = parsed.args.get('log_level') or parsed.options['log_level'] or usual
+    level = parse_log_level(parsed.args.get('log_level') or parsed.options['log_level'] or usual)
     before = log.level
     log.setLevel(logging.CRITICAL + 1 if level == 'off' else level.upper())
     try:
@@ -33606,6 +33805,7 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None,
         parsed = parse_command_line(sys.argv[1:] if argv is None else argv)
         session.options = parsed.options
         session.options.update(options or {})
+        session.settings = configure(parsed._replace(given=[*parsed.given, *(options or ())]))
         if argv is None and parsed.command is not None and parsed.command.name in RUNNER_COMMANDS:
             importlib.import_module('http.client')      # here, once: the runner and its server need it
             session.keeper = keep(KEEPER_CALLS)
