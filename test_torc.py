@@ -8712,7 +8712,7 @@ class PageServerTest(WorldTest):
         self.assertEqual(([f'Job {job}: job {job}'], ''), figures(f'?job_id={job}'))
         self.assertEqual(([], 'Nothing was sampled yet.'), figures('?job_id=7'))
         data = self.ask('GET', f'/torc-service/v1/workflows/{number}/figures?job_id={job}')[2]['figures'][0]['data']
-        self.assertLessEqual(len(data[0]['x']), torc.PAGE_DETAIL.points + 2)
+        self.assertLessEqual(len(data[0]['x']), torc.PAGE_POINTS + 2)
         with unittest.mock.patch.object(torc, 'MAX_SERIES_BYTES', 5):
             self.assertEqual(([], 'the time series are larger than 5B: '), figures())
         os.rename(os.path.join(series, name), self.world.path(name))

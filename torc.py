@@ -11066,6 +11066,8 @@ def format_svg(drawing: Values, style: str = '') -> str:
 # their own.
 
 SERIES_DIRECTORY = 'resource_utilization'   # in an output directory
+LINE_POINTS = 800           # of a line: about the pixels of a page's width
+LINES_DRAWN = 300           # of a figure of all jobs; the rest is left out
 # What sqlite3 raises for a damaged file; the second for an error message that quotes it.
 UNREADABLE = sqlite3.DatabaseError, UnicodeDecodeError
 GAP_S = 120                 # without samples: the line is broken there, if that is much for it
@@ -11075,15 +11077,6 @@ Sample = Tuple[float, Optional[float], Optional[float], Optional[float]]
 Recorded = List[Tuple[str, List[Sample]]]   # samples by label of the file
 Figure = Dict[str, Any]                 # of Plotly: 'data' and 'layout'
 JobPeaks = Tuple[int, str, Dict[str, float]]    # a job in the overview: id, name, peaks by axis
-
-
-class Detail(Row):
-    """How much of time series is drawn."""
-    points: int = 800       # of a line: about the pixels of a page's width
-    lines: int = 300        # of a figure of all jobs, the highest; the rest is left out
-
-
-FULL = Detail()
 
 
 def finite(value: Any) -> Optional[float]:
@@ -11207,12 +11200,12 @@ def thin_out(points: Sequence[Tuple[float, float]], most: int) -> List[Tuple[flo
     return sorted(kept)
 
 
-def lines_of(axis: str, series: Recorded, detail: Detail = FULL) -> List[Dict[str, Any]]:
+def lines_of(axis: str, series: Recorded, most: int = LINE_POINTS) -> List[Dict[str, Any]]:
     """One measure of series as traces, in which null stands for a gap."""
     traces, place, title = [], AXES[axis].place, AXES[axis].title
     for label, samples in series:
         parts = split_at_gaps([(sample[0], sample[place]) for sample in samples if sample[place] is not None])
-        points = [[(part[-1][0], None)] + thin_out(part, max(2, detail.points // len(parts)))
+        points = [[(part[-1][0], None)] + thin_out(part, max(2, most // len(parts)))
                   for part in parts if part]
         line = list(itertools.chain.from_iterable(points))[1:]
         traces.append({'type': 'scatter', 'mode': 'lines', 'name': f'{title}: {label}',
@@ -11244,7 +11237,7 @@ def describe_span(series: Recorded) -> str:
 
 
 def plot_job(number: int, known: Tuple[float, str], series: Recorded,
-             detail: Detail) -> Tuple[JobPeaks, Figure]:
+             most: int) -> Tuple[JobPeaks, Figure]:
     """What the overview keeps of a job, whose results may know a higher peak of memory; and its figure."""
     values = {axis: [sample[AXES[axis].place] for _, samples in series for sample in samples
                      if sample[AXES[axis].place] is not None] or [0.0]
@@ -11254,15 +11247,15 @@ def plot_job(number: int, known: Tuple[float, str], series: Recorded,
     averages = {axis: sum(found) / len(found) for axis, found in values.items()}
     facts = [f'{word}: peak {AXES[axis].show(peaks[axis])}, average {AXES[axis].show(averages[axis])}'
              for word, axis in (('CPU', 'cpu'), ('memory', 'memory'))]
-    panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series, detail)) for axis in peaks]
+    panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series, most)) for axis in peaks]
     figure = make_figure(f'Job {number}: {known[1]}', [describe_span(series), *facts], panels)
     return (number, known[1], peaks), figure
 
 
-def highest_of(traces: Sequence[Dict[str, Any]], detail: Detail) -> List[Dict[str, Any]]:
+def highest_of(traces: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
     """The traces that are drawn, the highest first."""
     ordered = sorted(traces, key=lambda trace: -max(filter(None, trace['y']), default=0))
-    return ordered[:detail.lines]
+    return ordered[:LINES_DRAWN]
 
 
 def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
@@ -11276,12 +11269,12 @@ def summary_figure(jobs: Sequence[JobPeaks]) -> Figure:
     return make_figure('What jobs used', [counted(len(jobs), 'job')], panels)
 
 
-def node_figures(files: Sequence[SeriesFile], detail: Detail) -> Iterator[Tuple[str, Figure]]:
+def node_figures(files: Sequence[SeriesFile], most: int) -> Iterator[Tuple[str, Figure]]:
     """CPU and memory of the nodes over time, and their peaks and averages."""
     series = [(file.label, file.samples()) for file in files]
     series = [(label, samples) for label, samples in series if samples]
     if series:
-        panels = [(AXES[axis].title, AXES[axis].unit, highest_of(lines_of(axis, series, detail), detail))
+        panels = [(AXES[axis].title, AXES[axis].unit, lines_of(axis, series, most))
                   for axis in ('node_cpu', 'memory')]
         yield 'system_timeline', make_figure('Nodes', [describe_span(series)], panels)
     known = [(file.label, file.node_summary()) for file in files]
@@ -11295,39 +11288,34 @@ def node_figures(files: Sequence[SeriesFile], detail: Detail) -> Iterator[Tuple[
 
 
 def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int],
-               detail: Detail = FULL) -> Iterator[Tuple[str, Figure]]:
+               most: int = LINE_POINTS) -> Iterator[Tuple[str, Figure]]:
     """Pages by name: of each job (all, or those wanted), one in memory at a time; of all jobs; of nodes."""
-    homes: Dict[int, List[SeriesFile]] = {}
-    names: Dict[int, List[Tuple[float, str]]] = {}
-    for file in files:
-        for number, known in file.job_names().items():
-            names.setdefault(number, []).append(known)
-        for number in file.job_ids():
-            homes.setdefault(number, []).append(file)
+    homes = grouped((number, file) for file in files for number in file.job_ids())
+    names = grouped(pair for file in files for pair in file.job_names().items())
     jobs, lines = [], {'cpu': [], 'memory': []}     # type: List[JobPeaks], Dict[str, List[Any]]
     for number in sorted(set(homes).intersection(wanted) if wanted else homes):
         series = [(file.label, file.samples(number)) for file in homes[number]]
         series = [(label, samples) for label, samples in series if samples]
         if not series:
             continue
-        job, figure = plot_job(number, max(names.get(number, [(0.0, f'job {number}')])), series, detail)
+        job, figure = plot_job(number, max(names.get(number, [(0.0, f'job {number}')])), series, most)
         jobs.append(job)
         yield f'job_{number}', figure
         samples = sorted(itertools.chain.from_iterable(found for _, found in series),
                          key=operator.itemgetter(0))
         for axis, traces in lines.items():
-            traces += lines_of(axis, [(job[1], samples)], detail)
-            if len(traces) > 2 * detail.lines:  # there may be too many to keep them
-                traces[:] = highest_of(traces, detail)
+            traces += lines_of(axis, [(job[1], samples)], most)
+            if len(traces) > 2 * LINES_DRAWN:   # there may be too many to keep them
+                traces[:] = highest_of(traces)
     count = (f'{len(jobs)} of ' if len(homes) > len(jobs) else '') + counted(len(homes), 'job')
-    more = [f'the {detail.lines} with the highest peaks are drawn'] if len(jobs) > detail.lines else []
+    more = [f'the {LINES_DRAWN} with the highest peaks are drawn'] if len(jobs) > LINES_DRAWN else []
     for axis, word in (('cpu', 'CPU'), ('memory', 'Memory')) if len(jobs) > 1 else ():
-        panel = AXES[axis].title, AXES[axis].unit, highest_of(lines[axis], detail)
+        panel = AXES[axis].title, AXES[axis].unit, highest_of(lines[axis])
         figure = make_figure(f'{word} of all jobs', [count, *more], [panel])
         yield f'{axis}_all_jobs', figure
     if jobs:
         yield 'summary', summary_figure(jobs)
-    yield from node_figures(files, detail)
+    yield from node_figures(files, most)
 
 
 def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: str = 'html',
@@ -12891,7 +12879,7 @@ def read_output(wanted: JobOutput) -> Dict[str, Any]:
 
 
 MAX_SERIES_BYTES = 2 ** 25      # of a workflow, for the page
-PAGE_DETAIL = Detail(points=200, lines=24)
+PAGE_POINTS, PAGE_JOBS = 200, 24        # of a line; with the highest peaks, of each measure
 NOT_SAMPLED = ('Nothing was sampled over time: `resource_monitor: {jobs: {granularity: time_series}, '
                'compute_node: {enabled: true, granularity: time_series}}` in the workflow file sees to it.')
 
@@ -12927,8 +12915,8 @@ def read_figures(wanted: SeriesWanted) -> Dict[str, Any]:
                      for path in copy_series(wanted, place)]
             note = 'Nothing was sampled yet.' if files else NOT_SAMPLED
             job_ids = [wanted.job_id] if wanted.job_id else sum(
-                (file.highest_jobs(PAGE_DETAIL.lines) for file in files), [])
-            for name, figure in make_pages(files, job_ids, PAGE_DETAIL):
+                (file.highest_jobs(PAGE_JOBS) for file in files), [])
+            for name, figure in make_pages(files, job_ids, PAGE_POINTS):
                 if name.startswith('job_'):
                     of_job, note = [figure], ''
                 elif not wanted.job_id and name != 'summary':   # which the peaks beside limits are already
@@ -34611,8 +34599,9 @@ function showNew() {
 
 // ---- one workflow ----
 
-const DRAWN = {summary: showSummary, graph: showGraph, timeline: showTimeline,
-  resources: (body, workflow) => showFigures(body, workflow.id, {})};
+const DRAWN = {summary: showSummary, graph: showGraph,
+  timeline: (body, {id}) => drawn(body, () => [`/workflows/${id}/timeline`], 'Jobs on nodes over time', null, true),
+  resources: (body, {id}) => showFigures(body, id, {})};
 
 async function showWorkflow(id, tab = 'summary', words = '') {
   const mine = begin(`Workflow ${id}`), lists = server.lists.slice(1);    // without that of workflows
@@ -34706,8 +34695,8 @@ const ACTIONS = {   // what would happen, what is asked for, and what is said th
   'Reset all': ['All jobs are to run again, also those that are complete.', [['POST', '/reset_status'], ['POST', '/reset_job_status']],
                 'All jobs are set back: initialize, then run.'],
   Cancel: ['Running jobs are stopped by their runners; waiting ones do not start.', [['PUT', '/cancel']], 'Canceled.'],
-  Archive: ['Archived workflows are listed by the filter archived:true.', [['POST', '/archive', {is_archived: true}]], 'Archived.'],
-  Unarchive: ['It is listed again.', [['POST', '/archive', {is_archived: false}]], 'Unarchived.'],
+  Archive: ['Archived workflows are listed by the filter archived:true.', [['POST', '/archive']], 'Archived.'],
+  Unarchive: ['It is listed again.', [['POST', '/archive']], 'Unarchived.'],
   Delete: ['It goes, with its jobs and their results. Files on disk stay.', [['DELETE', '']], 'Deleted.']};
 
 function actions(workflow, status) {
@@ -34723,9 +34712,10 @@ function actions(workflow, status) {
   for (const [name, [words, requests, said]] of Object.entries(ACTIONS)) buttons[name] = () => act(async () => {
     const about = `Workflow ${workflow.id} (${workflow.name}), ${count(status.total_jobs, 'job')}. ${words}`;
     if (!await confirmed(name, about, name)) return '';
-    for (const [method, end, body] of requests) await ask(method, path + end, body);
+    const body = name.includes('rchive') ? {is_archived: name === 'Archive'} : undefined;
+    for (const [method, end] of requests) await ask(method, path + end, body);
     if (name === 'Delete') location.assign('#/');
-    if (name.includes('rchive')) workflow.is_archived = name === 'Archive';
+    Object.assign(workflow, body);
     return said;
   });
   delete buttons[workflow.is_archived ? 'Archive' : 'Unarchive'];
@@ -34849,10 +34839,6 @@ function showGraph(body, workflow, query) {
   return drawn(body, () => [`/workflows/${workflow.id}/graph`, {open, files: files.checked}], 'Graph of the jobs',
     make('div', {class: 'tools'}, make('label', {}, files, ' files and user data'),
          open && link(`w/${workflow.id}/graph`, 'close what is open')));
-}
-
-function showTimeline(body, workflow) {
-  return drawn(body, () => [`/workflows/${workflow.id}/timeline`], 'Jobs on nodes over time', null, true);
 }
 
 function showFigures(body, workflow, query) {        // drawn again when they have changed
