@@ -8721,6 +8721,12 @@ class PageServerTest(WorldTest):
         self.assertEqual((['CPU of all jobs', 'Memory of all jobs', 'Nodes'], ''), figures())
         self.assertEqual(([f'Job {job}: job {job}'], ''), figures(f'?job_id={job}'))
         self.assertEqual(([], 'Nothing was sampled yet.'), figures('?job_id=7'))
+        alone = os.path.join(series, name.replace('p1', 'p2'))
+        os.rename(os.path.join(series, name), self.world.path(name))
+        torc.write_series(alone, rows[:1] + rows[2:502] + [('node', (1000, 50.0, 1, 2))])
+        self.assertEqual(([f'Job {job}: job {job}', 'Nodes'], ''), figures(), 'the only one that was sampled')
+        os.unlink(alone)
+        os.rename(self.world.path(name), os.path.join(series, name))
         data = self.ask('GET', f'/torc-service/v1/workflows/{number}/figures?job_id={job}')[2]['figures'][0]['data']
         self.assertLessEqual(len(data[0]['x']), torc.PAGE_POINTS + 2)
         with unittest.mock.patch.object(torc, 'MAX_SERIES_BYTES', 5):

@@ -12908,7 +12908,7 @@ def copy_series(wanted: SeriesWanted, place: str) -> List[str]:
 
 def read_figures(wanted: SeriesWanted) -> Dict[str, Any]:
     """Figures, and a note about those that are missing. Files are read as by read_output()."""
-    figures, of_job, note = list(wanted.figures), [], ''    # type: List[Figure], List[Figure], str
+    figures, note = list(wanted.figures), ''
     with tempfile.TemporaryDirectory(prefix='torc-') as place, contextlib.ExitStack() as stack:
         try:
             files = [stack.enter_context(contextlib.closing(SeriesFile(path)))
@@ -12917,14 +12917,12 @@ def read_figures(wanted: SeriesWanted) -> Dict[str, Any]:
             job_ids = [wanted.job_id] if wanted.job_id else sum(
                 (file.highest_jobs(PAGE_JOBS) for file in files), [])
             for name, figure in make_pages(files, job_ids, PAGE_POINTS):
-                if name.startswith('job_'):
-                    of_job, note = [figure], ''
-                elif not wanted.job_id and name != 'summary':   # which the peaks beside limits are already
+                # Of several jobs all are in one figure; the peaks beside limits stand for the summary.
+                if len(set(job_ids)) == 1 if name.startswith('job_') else not wanted.job_id and name != 'summary':
                     figures, note = [*figures, figure], ''
         except BadInput as error:       # too large, or copied while it was written
             note = error.message.replace(place + os.sep, '')
-    has_lines = any(trace['type'] == 'scatter' for figure in figures for trace in figure['data'])
-    return {'figures': figures + of_job * (not has_lines), 'note': note}
+    return {'figures': figures, 'note': note}
 
 
 # What verbs answer that is to be read from files, where no lock is held -> what reads it.
