@@ -3143,8 +3143,7 @@ NUMBER_FORMAT = Expression(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,
 
 
 def format_value(value: Any, spec: str = '') -> str:
-    """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats. The
-    format q quotes it for the shell."""
+    """A value as text. Floats: shortest digits, no exponent, no '.0'; or by a format (q quotes)."""
     if value is MISSING:
         raise ValueError('has no value')
     if spec == 'q':
@@ -5198,8 +5197,7 @@ class Statements:
         return list(range(first, first + len(rows)))
 
     def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Cells], more: str = '') -> None:
-        """Add many rows of already encoded cells, with as few statements as parameters allow. `more`: end of
-        the statements, such as ON CONFLICT."""
+        """Add many rows of encoded cells, in few statements, which end in `more`, such as ON CONFLICT."""
         # A statement a row takes twice as long; so does each None, which Python asks for an adapter, beside
         # NULL in the text of the statement.
         waiting, size = iter(rows), MAX_PARAMETERS // len(names)
@@ -6154,8 +6152,7 @@ IS_GATED = f"trigger_type IN {JOB_TRIGGERS}"      # a tuple of texts is written 
 
 
 def has_work(context: Context, action: Values) -> bool:
-    """Whether a job is left that allocations of an action could run. Of on_jobs_ready that is one that it
-    names, or one that is bound to its scheduler."""
+    """Whether a job is left for allocations of an action; of on_jobs_ready a gate, or of its scheduler."""
     if action['trigger_type'] != 'on_jobs_ready':
         return has_jobs(context, action['workflow_id'], NOT_DONE)
     return context.one(
@@ -8681,8 +8678,7 @@ def hand_out(context: Context, workflow_id: int, hold_s: Optional[float]) -> Val
 
 
 def execute_schedule(context: Context, action: Values, settings: Values) -> Optional[List[int]]:
-    """Take an action, unless a runner has, and make the rows of its allocations; their ids. None if that was
-    done before, [] if no job is left."""
+    """Take an action, and make its allocations; their ids: [] if no job is left. None if that was done."""
     if not context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND is_reported = 0',
                        (action['id'],)):
         if not take_action(context, action['id'], None):
@@ -8989,8 +8985,7 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
 # -------- a runner's turn --------
 
 def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
-    """One turn of a runner's loop, in one transaction. Takes in ends, starts and returned claims; gives work,
-    due actions and the workflow's state."""
+    """One turn of a runner's loop: takes in what happened; gives work, due actions, the workflow's state."""
     state = context.state
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
@@ -9509,9 +9504,6 @@ def measure_span(ordered: Sequence[int]) -> Optional[Values]:
 #
 # A resource has the name of its table. FILTERS says what a list of it may be asked for. The usual operations
 # serve all of them; what a rule holds for has a verb of its own.
-
-
-# -------- lists --------
 
 CONTAINS = 'instr(lower({0}), lower(?)) > 0'
 FILTERS = {     # resource -> query parameter -> condition with one ?; other parameters compare for equality
@@ -10545,8 +10537,7 @@ UNHELD = (f'workflow_id = ? AND status = {RUNNING} AND CASE (SELECT is_active FR
 
 
 def survey_allocations(context: Context, workflow_id: int) -> Values:
-    """What there is to ask Slurm about: pending and active allocations, and Slurm jobs of active nodes. Also
-    the processes of the active nodes that have a lease."""
+    """What to ask Slurm about: pending and active allocations, Slurm jobs and processes of active nodes."""
     rows = context.rows(
         "SELECT id, scheduler_id, status, submission FROM scheduled_compute_node WHERE workflow_id = ? "
         "AND scheduler_type = 'slurm' AND status IN ('pending', 'active') ORDER BY id", (workflow_id,))
@@ -12086,8 +12077,7 @@ def format_parameter(value: Any) -> str:
 
 
 def parse_values(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
-    """Parameters of a route as values; in this process, too, as if they had come by HTTP as text. So both
-    transports take the same, and refuse the same."""
+    """Parameters of a route as values; also in this process as if they had come as text, by HTTP."""
     kinds = parse_model(route.query)
     parsed = {}
     for name, value in parameters.items():
