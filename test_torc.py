@@ -24262,6 +24262,7 @@ class HostileTextLaws(WorldTest):
         'event': ('', {'data': dict.fromkeys(('category', 'type', 'level', 'message', '{}'), '{}')}),
         'task': ('error requested_by', {}),
         'access_group': ('name description', {}),
+        'ro_crate_entity': ('entity_id entity_type', {'metadata': {'{}': '{}'}}),
         'admin_audit_log': ('sql_text error', {}),
     }
     MORE = (
@@ -24287,7 +24288,8 @@ class HostileTextLaws(WorldTest):
     # so that nothing was submitted; nor are they an amount of memory.
     ENDS = {'logs': 4, 'tasks wait': 1, 'slurm schedule-nodes': 4, 'slurm update': 4, 'scheduled-compute-nodes get': 4,
             'scheduled-compute-nodes list-jobs': 4, 'jobs classify': 4,
-            'jobs update': 4}       # its labels, which only SQL can have stored, are refused
+            # What only SQL can have stored is refused: labels, names.
+            'jobs update': 4, 'workflows import': 2, 'workflows clone': 2}
 
     def setUp(self) -> None:
         super().setUp()
@@ -24298,7 +24300,7 @@ class HostileTextLaws(WorldTest):
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', CommandExampleLaws.SPEC)))
         for line in ('workflows reinit 1 --async', 'workflows new -n other', "events create 1 -d '{}'",
-                     'access-groups create physicists',
+                     'ro-crate create 1 --entity-id p --type File --metadata {}', 'access-groups create physicists',
                      'access-groups add-user 2 you', 'access-groups add-workflow 1 2', 'access-groups create geologists',
                      "admin sql -y --write 'UPDATE job_kind SET priority = -3 WHERE id > 0'",
                      'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
