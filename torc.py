@@ -33542,8 +33542,9 @@ KEEPER_CALLS = {'start_server': start_embedded_server, 'end_steps': end_steps}
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
-# Commands of Torc that are not there yet.
-PLANNED = ('config', 'self')
+LEFT_OUT = {    # commands of Torc -> what is done instead
+    'self': 'put the new torc.py in the place of the old one, or `install` it again',
+    'service': "`serve --daemon` starts a server; a unit of systemd's has `serve` as its ExecStart"}
 
 
 class Parsed(Row):
@@ -33589,9 +33590,8 @@ def find_command(words: List[str], options: Arguments) -> Tuple[Command, List[st
         return COMMANDS_BY_NAME[f'{first} {rest[0]}'], rest[1:]
     if first in COMMANDS_BY_NAME:
         return COMMANDS_BY_NAME[first], rest
-    for name in (first, ' '.join(words[:2])):
-        if name in PLANNED:
-            raise BadInput(f'`{name}` is a command of Torc that torc.py {__version__} does not have yet')
+    if first in LEFT_OUT:
+        raise BadInput(f'`{first}` is a command of Torc that is not here: {LEFT_OUT[first]}')
     if first not in GROUPS:
         near = did_you_mean(first, [*COMMANDS_BY_NAME, *GROUPS])
         raise BadInput(f'there is no command {first!r}{near} (see: {program_name()} help)')
