@@ -21675,7 +21675,7 @@ class SettingsTest(CommandTest):
         return types.SimpleNamespace(**{**parsed.options, **parsed.args})
 
     def test_the_last_place_counts_key_by_key_and_the_command_line_over_all(self):
-        with unittest.mock.patch('torc.SYSTEM_CONFIG', self.world.path('system.toml')):
+        with unittest.mock.patch.dict(torc.CONFIG_PATHS, system=self.world.path('system.toml')):
             for name, words, wanted in (
                     ('system.toml', '', (1, 5.0, None)), ('xdg/torc/config.toml', '', (2, 2.0, None)), ('torc.toml', '', (3, 2.0, 3)),
                     ('TORC_CLIENT__RUN__NUM_CPUS', '', (4, 2.0, 3)), ('', '--num-cpus 9 -p 7', (9, 7.0, 3)), ('', '--config torc.toml', (4, 5.0, 3))):
@@ -21746,6 +21746,32 @@ class SettingsTest(CommandTest):
         os.unlink(path)
         os.mkfifo(path, 0o600)      # does not hold us up
         self.assertIsNone(self.parse('run 1').num_cpus)
+
+    def test_commands_write_and_show_it(self):
+        user = os.path.join(self.world.environment['HOME'], '.config', 'torc', 'config.toml')
+        self.assertExit(0, self.world.main('config', 'init'), f'Wrote {user}')
+        self.assertExit(4, self.world.main('config', 'init'), '--force')
+        whole = re.sub(r'(?m)^# (?=\w+ = )', '', read_text(user))
+        values = torc.Settings()
+        torc.add_setting(values, (), torc.read_toml(whole))
+        self.assertEqual(([], {row.key for row in torc.SETTINGS if 'NAME' not in row.key}), (values.unused, {'.'.join(path) for path in values.values}))
+        os.chmod(user, 0o600)
+        for words, line in ((('client.run.poll_interval', '0.5'), '[client.run]\npoll_interval = 0.5\n# poll_interval = 5.0'),
+                            (('client.run.poll_interval', '1'), '[client.run]\npoll_interval = 1\n# poll_interval = 5.0'), (('server.admin_users', 'a, b'), 'admin_users = ["a", "b"]'),
+                            (('client.hpc.profile_overrides.dane.default_account', 'x'), '\n\n[client.hpc.profile_overrides.dane]\ndefault_account = "x"\n')):
+            self.assertExit(0, self.world.main('config', 'set', *words))
+            self.assertIn(line, read_text(user))
+        self.assertEqual(0o600, stat.S_IMODE(os.stat(user).st_mode))
+        for words, message in ((('client.run.num_cpu', 1), 'did you mean'), (('client.run.num_cpus', 0), 'must be between 1')):
+            self.assertExit(2, self.world.main('config', 'set', *words), message)
+        self.assertExit(0, self.world.main('config', 'set', '--local', 'client.run.poll_interval', 9))
+        self.assertEqual('9\n', self.text('config get client.run.poll_interval'))
+        self.assertEqual({'key': 'client.api_url', 'value': None, 'source': 'default'}, self.json('config get client.api_url'))
+        shown = self.world.main('config', 'show', '-f', 'json').json()
+        self.assertEqual((9, 'torc_output', 'x'), (shown['client']['run']['poll_interval'], shown['client']['run']['output_dir'],
+                                                   shown['client']['hpc']['profile_overrides']['dane']['default_account']))
+        self.assertRegex(self.text('config show'), r'poll_interval = 9 +# torc\.toml\n')
+        self.assertEqual([False, True, True], [row['exists'] for row in self.json('config paths')['items']])
 
     def test_allocations_read_no_file_they_are_told(self):
         self.world.fake_slurm(**CommandExampleLaws.SLURM)

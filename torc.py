@@ -16195,7 +16195,7 @@ SETTINGS_BY_KEY = {row.key: row for row in SETTINGS}
 SETTING_VARIABLE = Expression('TORC_(?:CLIENT|SERVER|DASH)__.')
 TEXT_PARSERS = {'bool': parse_truth, 'str': str, '@AnswerFormat': str, '@LogLevel': str,
                 '[str]': lambda text: [word.strip() for word in text.split(',') if word.strip()]}
-SYSTEM_CONFIG, LOCAL_CONFIG = '/etc/torc/config.toml', 'torc.toml'
+CONFIG_PATHS = {'system': '/etc/torc/config.toml', 'user': '~/.config/torc/config.toml', 'local': 'torc.toml'}
 KeyPath = Tuple[str, ...]       # a key in parts: names of clusters may have dots
 
 
@@ -16204,7 +16204,8 @@ class Settings:
 
     def __init__(self) -> None:
         self.values = {}    # type: Dict[KeyPath, Any]
-        self.warnings = []  # type: List[str]  # files that are not read
+        self.sources = {}   # type: Dict[KeyPath, str]  # of these
+        self.warnings, self.unused = [], []     # type: List[str], List[str]  # files not read, keys without effect
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key; `default` where it is not set."""
@@ -16215,6 +16216,21 @@ def find_setting(path: KeyPath) -> Optional[Setting]:
     """The row of a key."""
     is_named = path[:2] == ('client', 'hpc') and len(path) > 3
     return SETTINGS_BY_KEY.get('.'.join((*path[:3], 'NAME', *path[4:]) if is_named else path))
+
+
+def known_setting(key: str) -> Setting:
+    """The same. BadInput if there is none."""
+    row = find_setting(tuple(key.split('.')))
+    if row is None:
+        near = did_you_mean(key, [*SETTINGS_BY_KEY, *UNUSED_SETTINGS])
+        raise BadInput(f'there is no key {printable(key)}{near}')
+    return row
+
+
+def config_path(level: str) -> str:
+    """Where a configuration file is looked for."""
+    home = os.environ.get('XDG_CONFIG_HOME') or '~/.config'
+    return os.path.expanduser(CONFIG_PATHS[level].replace('~/.config', home))
 
 
 def read_config_file(path: str, is_given: bool) -> Tuple[Dict[str, Any], str]:
@@ -16234,9 +16250,10 @@ def add_setting(settings: Settings, path: KeyPath, value: Any, is_text: bool = F
     if row is None and isinstance(value, dict):
         for name, inner in value.items():
             add_setting(settings, (*path, name), inner)
-    elif row is None and key not in UNUSED_SETTINGS and path[0] != 'dash':
-        raise BadInput(f'there is no key {key}{did_you_mean(key, [*SETTINGS_BY_KEY, *UNUSED_SETTINGS])}')
-    elif row is not None:
+    elif key in UNUSED_SETTINGS or path[0] == 'dash':
+        settings.unused.append(key)
+    else:
+        row = row or known_setting(key)
         with contextlib.suppress(ValueError):       # what cannot be read has the wrong type
             value = TEXT_PARSERS.get(row.kind, parse_json)(value) if is_text else value
         if row.kind == '@HpcProfile' and isinstance(value, dict):
@@ -16247,9 +16264,8 @@ def add_setting(settings: Settings, path: KeyPath, value: Any, is_text: bool = F
 
 def read_settings(given: Optional[str]) -> Settings:
     """What files, or only the given one, and variables say. BadInput for a mistake in them."""
-    home = os.environ.get('XDG_CONFIG_HOME') or os.path.expanduser('~/.config')
     settings, layers = Settings(), []   # type: Settings, List[Tuple[str, KeyPath, Any, bool]]
-    for path in [given] if given else (SYSTEM_CONFIG, os.path.join(home, 'torc', 'config.toml'), LOCAL_CONFIG):
+    for path in [given] if given else map(config_path, CONFIG_PATHS):
         try:
             value, doubt = read_config_file(path, bool(given))
             layers.append((path, (), value, False))
@@ -16262,7 +16278,10 @@ def read_settings(given: Optional[str]) -> Settings:
                if text and SETTING_VARIABLE.match(name)]
     for source, *setting in layers:
         try:
+            before = dict(settings.values)
             add_setting(settings, *setting)
+            settings.sources.update((path, source) for path, value in settings.values.items()
+                                    if before.get(path, settings) is not value)
         except BadInput as error:
             raise BadInput(f'{source}: {error.message} (see: {program_name()} help config)') from None
     return settings
@@ -29068,12 +29087,16 @@ def cmd_hpc_generate(session: Session, args: Arguments) -> Optional[Answer]:
     return None
 
 
+def toml_key(path: Sequence[str]) -> str:
+    """Names of tables as TOML has them."""
+    return '.'.join(name if re.match(r'[A-Za-z0-9_-]+\Z', name) else json.dumps(name) for name in path)
+
+
 def format_toml_profile(name: str, entry: Dict[str, Any]) -> str:
     """A configured cluster as TOML (its basic strings take what JSON's do)."""
     def pair(key: str, value: Any) -> str:
         return f'{key} = {json.dumps(value)}'
-    key = name if re.match(r'[A-Za-z0-9_-]+\Z', name) else json.dumps(name)
-    table = f'client.hpc.custom_profiles.{key}'
+    table = toml_key(('client', 'hpc', 'custom_profiles', name))
     lines = [f'[{table}]'] + [pair(key, value) for key, value in entry.items() if key != 'partitions']
     for partition in entry['partitions']:
         lines += ['', f'[[{table}.partitions]]', *(pair(key, value) for key, value in partition.items())]
@@ -32272,6 +32295,10 @@ Files
     that a file turns on is turned off by a variable. --config names the only
     file to read. An unknown key or a wrong value is an error. Before Python
     3.11 dotted keys, inline tables and the like are, too.
+        $ torc.py config init                   # yours, with all in comments
+        $ torc.py config set client.run.poll_interval 10
+        $ torc.py config show                   # what counts, and from where
+        $ torc.py config validate
         $ TORC_CLIENT__RUN__POLL_INTERVAL=1 torc.py run workflow.yaml
         $ torc.py --config /dev/null hpc list
 
@@ -32668,6 +32695,96 @@ def cmd_mcp(session: Session, args: Arguments) -> int:
     return 0
 
 
+KEY = Argument('KEY', '', 'such as client.run.poll_interval')
+CONFIG_LEVELS = (Argument('--system', '', 'the file of this host'), Argument('--user', '', 'yours (default)'),
+                 Argument('--local', '', 'torc.toml in this directory'))
+
+
+def format_config(cells: Iterable[Tuple[KeyPath, Any, str]], prefix: str = '') -> str:
+    """Keys with values and comments as TOML."""
+    lines, table = [], ()   # type: List[str], KeyPath
+    for path, value, comment in cells:
+        if isinstance(value, dict):
+            lines += ['', f'# {comment}', format_toml_profile(path[-1], value).rstrip('\n')]
+        else:
+            lines += ['', f'[{toml_key(path[:-1])}]'] if table != path[:-1] else []
+            line, table = f'{prefix}{path[-1]} = {json.dumps(value, ensure_ascii=False)}', path[:-1]
+            lines.append(f'{line:40}  # {comment}')
+    return '\n'.join(lines[1:]) + '\n'
+
+
+def cmd_config_show(session: Session, args: Arguments) -> Answer:
+    """What files and variables say, and the defaults."""
+    settings, nested = read_settings(session.options['config']), {}
+    values = {tuple(row.key.split('.')): row.default for row in SETTINGS if row.default is not None}
+    cells = [(path, value, settings.sources.get(path, 'default')) for path, value in sorted(
+        {**values, **settings.values}.items(), key=lambda item: (isinstance(item[1], dict), item[0][:-1]))]
+    for path, value, _ in cells:
+        functools.reduce(lambda table, name: table.setdefault(name, {}), path[:-1], nested)[path[-1]] = value
+    session.options['format'] = 'json' if args['format'] == 'json' else session.format
+    return Answer(nested, format_config(cells))
+
+
+def cmd_config_get(session: Session, args: Arguments) -> Answer:
+    """The value of a key."""
+    row, settings, path = known_setting(args['key']), read_settings(session.options['config']), tuple(args['key'].split('.'))
+    value = settings.get(args['key'], row.default)
+    return Answer({'key': args['key'], 'value': value, 'source': settings.sources.get(path, 'default')},
+                  [value if isinstance(value, str) else '' if value is None else json.dumps(value)])
+
+
+def cmd_config_paths(session: Session, args: Arguments) -> Listing:
+    """Where files are looked for."""
+    rows = [{'level': level, 'path': config_path(level), 'exists': os.path.exists(config_path(level))}
+            for level in CONFIG_PATHS]
+    return Listing(headings_of('Level=level, Path=path, Exists=exists'), rows, 'paths')
+
+
+def cmd_config_validate(session: Session, args: Arguments) -> Answer:
+    """What is wrong in files and variables, and what has no effect."""
+    found = read_settings(session.options['config'])
+    lines = [f'warning: {text}' for text in found.warnings] + [f'no effect: {key}' for key in found.unused]
+    return Answer({'valid': True, 'warnings': found.warnings, 'no_effect': found.unused}, [*lines, 'valid'])
+
+
+def change_key(text: str, path: KeyPath, value: Any) -> str:
+    """A TOML text with one key set, and all else in it as it was."""
+    line, name, text = f'{path[-1]} = {json.dumps(value, ensure_ascii=False)}', toml_key(path[:-1]), text.rstrip()
+    head = re.search(rf'(?m)^\[{re.escape(name)}\].*\n', text + '\n')
+    if not head:
+        return f'{text}\n\n[{name}]\n{line}\n'.lstrip()
+    text += '\n'
+    table, end, rest = text[head.end():].partition('\n[')
+    table, count = re.subn(rf'(?m)^{path[-1]}[ \t]*=.*$', lambda match: line, table)
+    return text[:head.end()] + (table if count else f'{line}\n{table}') + end + rest
+
+
+def cmd_config_write(session: Session, args: Arguments) -> None:
+    """Write a file with all keys in comments; or set a key in one."""
+    path = os.path.realpath(config_path(next((level for level in CONFIG_PATHS if args[level]), 'user')))
+    made, text = Settings(), ''
+    with writing(path, '--user, --local or --system'):
+        if os.path.exists(path):
+            with open(path, 'rb') as file:
+                text = normal_text(file.read().decode('utf-8', 'surrogateescape'))
+        if 'key' in args:
+            known_setting(args['key'])
+            key_path = tuple(args['key'].split('.'))
+            add_setting(made, key_path, args['value'], True)
+            text = change_key(text, key_path, made.values[key_path])
+        elif text and not args['force']:
+            raise Refused(f'{path} is there already: --force replaces it')
+        else:
+            text = format_config(((tuple(row.key.split('.')), row.default if row.default is not None else
+                                   '' if row.kind == 'str' else 1, row.meaning)
+                                  for row in SETTINGS if 'NAME' not in row.key), '# ')
+        data = text.encode('utf-8', 'surrogateescape')
+        read_document(data, path, 'toml')       # BadInput, say if it stands there in another form
+        make_directory(os.path.dirname(path))
+        write_atomically(path, data, stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else None)
+    session.inform(f'Wrote {path}')
+
+
 COMMANDS = (
     Command('run', cmd_run, 'create a workflow from a file, or take one by its id, and run its jobs here', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), *RESUME,
@@ -32877,6 +32994,16 @@ COMMANDS = (
         Argument('SHELL', '', ', '.join(SHELLS), one_of(*SHELLS)),
         Argument('WORD', '', 'words of a command line: what may stand in place of the last', count='--',
                  key='words')), 'completions bash'),
+    Command('config init', cmd_config_write, 'write a configuration file with all keys, in comments', (
+        *CONFIG_LEVELS, Argument('-f --force', '', 'replace the file that is there')), 'config init'),
+    Command('config set', cmd_config_write, 'set a key in a configuration file', (
+        KEY, Argument('VALUE', '', 'its value; commas between several'), *CONFIG_LEVELS),
+        'config set client.run.poll_interval 5'),
+    Command('config get', cmd_config_get, 'show a value', (KEY,), 'config get client.run.poll_interval'),
+    Command('config show', cmd_config_show, 'show what counts, and where it was set', (
+        Argument('-f --format', 'FORMAT', 'toml or json', one_of('toml', 'json')),), 'config show'),
+    Command('config paths', cmd_config_paths, 'show where files are looked for', (), 'config paths', True),
+    Command('config validate', cmd_config_validate, 'check all files and variables', (), 'config validate'),
     Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
 
@@ -33690,7 +33817,7 @@ def option_of(row: Setting, command: Command) -> Optional[Argument]:
 def configure(parsed: Parsed) -> Settings:
     """What files and variables say; options that were not given have their values from there. BadInput."""
     command, options = parsed.command, parsed.options
-    if command is None or options['help'] or command.name == 'help':
+    if command is None or options['help'] or command.name.split()[0] in ('config', 'help'):
         return Settings()
     settings = read_settings(options['config'])
     for path, value in settings.values.items():
