@@ -429,11 +429,13 @@ class Outcome(NamedTuple):
 def processes_that_use(directory: str) -> Dict[int, str]:
     """Other processes that have files below a directory open: pid -> one of them (Linux; elsewhere none is seen)."""
     found = {}
-    for link in glob.glob('/proc/[0-9]*/fd/*'):
+    for pid in filter(str.isdigit, os.listdir('/proc') if os.path.isdir('/proc') else []):
         with contextlib.suppress(OSError):      # it is over, or another user's
-            if os.readlink(link).startswith(directory + '/'):
-                found[int(link.split('/')[2])] = os.readlink(link)
-    return {pid: path for pid, path in found.items() if pid != os.getpid()}
+            for number in os.listdir(f'/proc/{pid}/fd') if int(pid) != os.getpid() else ():
+                path = os.readlink(f'/proc/{pid}/fd/{number}')
+                if path.startswith(directory + '/'):
+                    found[int(pid)] = path
+    return found
 
 
 class Background:
@@ -18821,16 +18823,17 @@ class SubmitTest(SubmitCase):
         made, copy, moved = (self.world.path(name) for name in ('torc_output', 'copy', 'moved'))
         os.mkdir(copy)
         shutil.copytree(made, os.path.join(copy, 'torc_output'))
-        done = self.assertExit(0, self.world.cli('-f', 'json', 'cancel', 1, cwd=copy))
-        self.assertEqual(([], []), (done.json()['canceled_slurm_jobs'], self.fakes.calls('scancel')))
-        shown = self.assertExit(0, self.world.cli('-f', 'json', 'scheduled-compute-nodes', 'list', 1, cwd=copy)).json()['items']
+        self.world.directory = copy
+        self.assertEqual(([], []), (self.json('cancel 1')['canceled_slurm_jobs'], self.fakes.calls('scancel')))
+        shown = self.json('scheduled-compute-nodes list 1')['items']
         self.assertEqual([('canceled', f'it is of the database {made}/torc.db, of which this one is a copy')] * 2,
                          [(item['status'], item['reason']) for item in shown])
+        self.world.directory = self.world.path()
         self.assertEqual([(100, 'pending'), (101, 'pending')], self.records())
         os.mkdir(moved)
         os.rename(made, os.path.join(moved, 'torc_output'))
-        done = self.assertExit(0, self.world.cli('-f', 'json', 'cancel', 1, cwd=moved))
-        self.assertEqual([100, 101], done.json()['canceled_slurm_jobs'])
+        self.world.directory = moved
+        self.assertEqual([100, 101], self.json('cancel 1')['canceled_slurm_jobs'])
 
     @slow
     def test_a_submission_that_is_canceled_meanwhile_is_taken_back(self):
@@ -20286,7 +20289,7 @@ class WatchTest(CommandTest):
 
     def test_a_workflow_that_has_ended_reports_its_outcome(self):
         self.make(self.PLAIN)
-        self.world.cli('run', 1)
+        self.world.main('run', 1)
         done = self.assertExit(0, self.world.main('-f', 'json', 'watch', 1), 'is complete: 2 jobs ended well')
         found = done.json()
         self.assertEqual((1, True, 0), (found['workflow_id'], found['is_complete'], found['recoveries']))
@@ -20296,7 +20299,7 @@ class WatchTest(CommandTest):
                          r'INFO Watch ended: 2 completed\n\Z')
         self.world.write('code', '3')
         self.make(self.PLAIN)
-        self.world.cli('run', 2)
+        self.world.main('run', 2)
         self.assertExit(1, self.world.main('watch', 2), 'jobs failed, and --recover was not given', 'Watch ended: 1 completed, 1 failed')
 
     def test_jobs_that_nobody_runs_are_no_success_and_what_can_only_fail_later_is_refused_at_once(self):
