@@ -9509,6 +9509,7 @@ class CrowdTest(WorldTest):
         self.assertLess(memory_kb, 60000)
 
 
+@slow
 class TlsServerTest(ServerTest):
     """All of that over TLS, and what is TLS's own."""
     speaks_tls = True
@@ -19017,19 +19018,6 @@ class SlurmSubmitTest(SubmittedCase):
         self.world.write('w.yaml', SUBMITTED.replace('wfacct', 'nobodys'))
         self.assertExit(4, self.world.cli('submit', 'w.yaml'), 'no allocation of workflow 2 was submitted: ', 'Invalid account')
 
-    def test_a_submitter_that_is_killed_before_the_reply_comes_leaves_one_job_each(self):
-        self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", walltime:'))
-        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
-        for script in ('sbatch "$@"; kill -9 $PPID', 'kill -9 $PPID'):
-            fakes.write('sbatch', script)
-            self.assertEqual(-signal.SIGKILL, self.world.cli('submit', 'w.yaml' if script[0] == 's' else 1).code)
-        self.assertEqual(1, len(self.live_allocations()))
-        fakes.write('sbatch', 'exec sbatch "$@"')
-        self.let_go()
-        self.assertExit(0, self.world.cli('submit', 1))
-        self.assertEqual(['w_wf1_a1', 'w_wf1_a2'], sorted(row.name for row in self.live_allocations()))
-        self.assertEqual(2, len(fakes.calls('squeue')), 'one for each that somebody had in hand')
-
     def test_two_submits_at_once_share_the_work(self):
         self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", walltime:').replace(
             'num_allocations: 2', 'num_allocations: 8'))
@@ -23918,6 +23906,10 @@ class CodeLaws(unittest.TestCase):
         named = {node.attr for node in self.tests.walk(ast.Attribute) if isinstance(node.value, ast.Name) and node.value.id == 'torc'}
         self.assertEqual([], sorted(name for name in named if not hasattr(torc, name)))
 
+    def test_no_constant_is_given_twice(self):
+        names = [target.id for node in self.torc.tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)]
+        self.assertEqual([], [name for name, count in collections.Counter(names).items() if count > 1])
+
     def test_no_global_and_no_bare_except(self):
         bad = [self.torc.place(node) for node in self.torc.walk(ast.Global)]
         bad += [self.torc.place(node) for node in self.torc.walk(ast.ExceptHandler) if node.type is None]
@@ -24166,20 +24158,22 @@ class CommandExampleLaws(WorldTest):
         'sinfo': 'echo "main*|4|4000|2:00:00|gpu:2|4"',
         'scontrol': 'echo "ClusterName = c"; echo "PartitionName=main MinNodes=1 MaxNodes=4 OverSubscribe=NO"'}
 
-    def test_each_runs_on_a_finished_workflow(self):
-        self.world.fake_slurm(**self.SLURM)
+    def prepare(self, *lines: str) -> None:
+        """A finished workflow, of which there is one of everything that examples name, with these commands' doing."""
+        self.world.fake_slurm(**CommandExampleLaws.SLURM)
         self.world.write('data.csv', '1')
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
-        self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
-        write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
-        self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
-        for line in ("events create 1 -d '{}'", 'access-groups create physicists', 'slurm schedule-nodes 1',
-                     "admin sql --write -y \"UPDATE scheduled_compute_node SET status = 'complete' WHERE id > 0\"",
-                     'access-groups add-user 2 you', 'access-groups add-workflow 1 2',
-                     'access-groups create geologists', 'ro-crate create 1 --entity-id a --type File --metadata {}', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
+        self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', CommandExampleLaws.SPEC)))
+        for line in ('workflows reinit 1 --async', "events create 1 -d '{}'", *lines, 'access-groups create physicists',    # a task to wait for
+                     'access-groups add-user 2 you', 'access-groups add-workflow 1 2', 'access-groups create geologists',
+                     'ro-crate create 1 --entity-id a --type File --metadata {}', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
             self.assertExit(0, self.world.main(*shlex.split(line)))
         self.assertEqual({}, self.world.leave())      # the database is whole when its server has left
+
+    def test_each_runs_on_a_finished_workflow(self):
+        self.prepare('slurm schedule-nodes 1', "admin sql --write -y \"UPDATE scheduled_compute_node SET status = 'complete' WHERE id > 0\"")
+        write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
         shutil.copytree(self.world.path('torc_output'), self.world.path('kept'))
         for row in torc.COMMANDS:
             if row.name not in self.SERVED:
@@ -24321,19 +24315,8 @@ class HostileTextLaws(WorldTest):
 
     def setUp(self) -> None:
         super().setUp()
-        self.world.fake_slurm(**CommandExampleLaws.SLURM)
         self.true_texts = []    # type: List[str]
-        os.symlink(EXAMPLES, self.world.path('examples'))
-        self.world.write('data.csv', '1')
-        self.world.write('commands.txt', 'echo 1\necho 2\n')
-        self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', CommandExampleLaws.SPEC)))
-        for line in ('workflows reinit 1 --async', 'workflows new -n other', "events create 1 -d '{}'",
-                     'ro-crate create 1 --entity-id p --type File --metadata {}', 'access-groups create physicists',
-                     'access-groups add-user 2 you', 'access-groups add-workflow 1 2', 'access-groups create geologists',
-                     "admin sql -y --write 'UPDATE job_kind SET priority = -3 WHERE id > 0'",
-                     'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
-            self.assertExit(0, self.world.main(*shlex.split(line)))
-        self.assertEqual({}, self.world.leave())      # the database is whole when its server has left
+        CommandExampleLaws.prepare(self, 'workflows new -n other', "admin sql -y --write 'UPDATE job_kind SET priority = -3 WHERE id > 0'")
         self.poison()
         self.write_specs()
         os.mkdir(self.world.path('kept'))
@@ -24434,6 +24417,7 @@ class HostileTextLaws(WorldTest):
                 os.unlink(self.world.path('torc_output', name))
         shutil.copy(self.world.path('kept', 'torc.db'), self.world.path('torc_output', 'torc.db'))
         shutil.copy(self.world.path('kept', 'users.htpasswd'), self.world.path('users.htpasswd'))
+        shutil.rmtree(os.path.join(self.world.root, 'home', '.config'), ignore_errors=True)
 
     def walk(self, row: Any, words: List[str], form: str, make: Any) -> None:
         """One command in one format."""

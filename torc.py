@@ -24182,11 +24182,11 @@ def start_tunnels(client: Client, orders: Dict[str, Order], ssh: Ssh) -> Dict[st
 # A document holds a workflow as the lists of the API show it, under the keys of PARTS. An import makes it anew,
 # part by part, so that what an id leads to is there before, by operations that Torc's servers have, too: whole or
 # not at all. On a database of our own that is one transaction; from a server a workflow that cannot be completed
-# is deleted, and UNFINISHED is in its name until it is complete, since this process may be killed. Of what runs
+# is deleted, and HALF_IMPORTED is in its name until it is complete, since this process may be killed. Of what runs
 # have left only results are taken over, and jobs begin uninitialized; those that others have spawned come again.
 
 EXPORT_VERSION = '1.0'              # of the documents of Torc 1.0
-UNFINISHED = ' (import not finished)'
+HALF_IMPORTED = ' (import not finished)'
 IMPORT_MANY = {'files': 'create_files', 'user_data': 'create_user_data_list', 'jobs': 'create_jobs'}
 WORKFLOW_LEFT = ('id', 'timestamp', 'run_id', 'is_canceled', 'is_archived', 'access_groups', 'spec_path')
 JOB_ENTITY = Expression(r'#job-([0-9]+)(?=-attempt-)')      # in RO-Crate entities
@@ -24275,7 +24275,7 @@ class Import:
     def run(self) -> None:
         """Make the workflow, and everything in it."""
         settings = {key: value for key, value in self.workflow.items() if key not in WORKFLOW_LEFT}
-        settings.update(name=self.name + UNFINISHED, user=user_name())
+        settings.update(name=self.name + HALF_IMPORTED, user=user_name())
         self.leave_out(settings)
         made = self.client.call('create_workflow', settings)
         self.workflow_id = made['id']
