@@ -18161,6 +18161,8 @@ class RoCrateTest(CommandTest):
         self.play("""
             $ ro-crate create 1 --entity-id ./ --type Dataset --metadata '{"license": "CC0-1.0"}' -> 0: Created
             % mkdir -p tables elsewhere; touch tables/1
+            $ create w.yaml -> 0: Created workflow 2
+            $ ro-crate add-dataset 2 --name tables --path tables -j 2 -> 2: job 2 is not of workflow 2 (see: jobs list 2)
             $ ro-crate add-dataset 1 --name tables --path tables -j 2 -> 0: 1 file, 0B
             """)
         found = self.crate()
@@ -20457,6 +20459,7 @@ class NotifyTest(CommandTest):
         for _ in range(2):
             self.assertExit(0, self.world.cli('watch', 1, '--once', '--notify', self.TELL))
         self.assertEqual(['stuck', 'stuck', 'complete', 'complete'], re.findall('^[a-z]+', self.world.read('told'), re.MULTILINE))
+        self.assertTrue(self.world.read('told').endswith(' is complete: 1 completed\n'), self.world.read('told'))
 
 
 class WatchedSlurmTest(CommandTest):
@@ -21232,7 +21235,7 @@ class McpTest(WorldTest):
         self.open(TORC_TEST_SETUP="torc.TOPICS['exits'] = (lambda: 1 / 0, 'broken')")
         for line, code in ((b'', -32700), (b'{', -32700), (b'\xff', -32700), (b'[' * 100000, -32700), (b'[]', -32600), (b'1', -32600), (b'{"id": 1}', -32600),
                            (b'{"id": null, "method": "ping"}', -32600), (b'{"id": 1, "method": "ping", "params": []}', -32600),
-                           (b'{"id": 1, "method": "prompts/list"}', -32601), (b'{"id": 1, "method": "tools/call", "params": {"name": "x"}}', -32602),
+                           (b'{"id": 1, "method": "prompts/list", "params": null}', -32601), (b'{"id": 1, "method": "tools/call", "params": {"name": "x"}}', -32602),
                            (b'{"id": 1, "method": "tools/call", "params": {"name": "get_docs", "arguments": [1]}}', -32602),
                            (b'{"id": 1, "method": "resources/read", "params": {"uri": "torc://examples/../README.md"}}', -32602)):
             self.assertEqual(code, self.send(line)['error']['code'], line[:80])
@@ -21789,9 +21792,9 @@ class SettingsTest(CommandTest):
 class PythonTest(CommandTest):
     """What scripts import."""
     STUDY = '''
-        def solve(params): return {'y': params['x'] ** 2}
+        def solve(params, power=2): return {'y': params['x'] ** power}
         def name(job_name, params): return [job_name, params]
-        def collect(results): return sum(result['y'] for result in results)
+        def collect(results, start=0): return sum((result['y'] for result in results), start)
         def refuse(params): raise ValueError('no such value')
         '''
 

@@ -27414,6 +27414,9 @@ def cmd_add_dataset(session: Session, args: Arguments) -> Answer:
     if not os.path.isabs(path):
         path = os.path.relpath(os.path.abspath(path), base_directory(workflow))
     entity_id, jobs = os.path.join(path, ''), list(map(session.job, args['job_ids'] or ()))
+    for job in jobs:
+        if job['workflow_id'] != workflow['id']:
+            raise BadInput(f"job {job['id']} is not of workflow {workflow['id']} (see: jobs list {workflow['id']})")
     made_by = refer(*(add_result(session, workflow, job, entity_id) for job in jobs))
     metadata = given_values({
         '@id': entity_id, '@type': 'Dataset', 'name': args['name'], 'contentSize': size, 'fileCount': count,
@@ -27622,7 +27625,8 @@ def cmd_run_function(session: Session, args: Arguments) -> int:
     values = [order['params']] if 'params' in order else [[given[name] for name in given if given[name] != order]]
     try:
         function = load_function(order)
-        if getattr(getattr(function, '__code__', None), 'co_argcount', 1) > 1:     # in Torc, of late
+        count = getattr(getattr(function, '__code__', None), 'co_argcount', 1)
+        if 'params' in order and count - len(getattr(function, '__defaults__', None) or ()) > 1:   # in Torc, of late
             values.insert(0, order['job_name'])
         result = function(*values)
     except Exception:   # the user's own: it ends the job, and is not our bug
@@ -30409,8 +30413,9 @@ class Supervision:
             self.watcher.event = step.event
             self.keep()
             seen, workflow = self.watcher.seen, dict(self.workflow, run_id=self.watcher.seen['run_id'])
+            reason = '' if step.event == 'complete' else f'{step.reason}; '      # it would say that it is complete
             self.say_once('notify', notify(self.session, self.args['notify'], workflow, step.event, seen[
-                'status']['jobs_by_status'], f'{step.reason}; '), 'warning')
+                'status']['jobs_by_status'], reason), 'warning')
 
     def show_end(self, reason: str, code: int, **more: Any) -> None:
         """The outcome as JSON, if that is asked for."""
@@ -32512,12 +32517,12 @@ class McpServer:
             except (ValueError, RecursionError) as error:
                 raise BadInput(f'not JSON: {error}', code=-32700) from None
             if not isinstance(message, dict) or type(message.get('id', '')) not in (str, int) or not (
-                    isinstance(message.get('method'), str) and isinstance(message.get('params', {}), dict)):
+                    isinstance(message.get('method'), str) and isinstance(message.get('params'), (dict, type(None)))):
                 raise BadInput('not one request, with a text or whole number as id', code=-32600)
             if 'id' not in message:
                 return None
             answer['id'] = message['id']
-            answer['result'] = self.result_of(message['method'], message.get('params', {}))
+            answer['result'] = self.result_of(message['method'], message.get('params') or {})
         except BadInput as error:
             answer['error'] = dict(error.details, message=error.message)
         return answer
