@@ -18125,6 +18125,13 @@ class RoCrateTest(CommandTest):
         self.assertExit(0, self.world.main('ro-crate', 'export', 1, '-o', where))
         return {entity['@id']: entity for entity in json.loads(self.world.read(f'{where}/ro-crate-metadata.json'))['@graph']}
 
+    def test_a_crate_without_entities_says_how_they_are_recorded(self):
+        self.make('name: w\njobs: []\n')
+        self.assertExit(0, self.world.main('ro-crate', 'export', 1, '-o', '.'), 'enable_ro_crate: true')
+        self.make('name: x\nenable_ro_crate: true\nfiles: [{name: f, path: p}]\njobs: []\n')
+        self.assertExit(0, self.world.main('ro-crate', 'add-dataset', 2, '--name', 'd', '--path', '.', '--hash-mode', 'none'))
+        self.assertNotIn('enable_ro_crate', self.world.main('ro-crate', 'export', 2, '-o', '.').err)
+
     def test_entities_are_added_changed_unlinked_and_deleted(self):
         self.make('name: w\nfiles: [{name: f, path: p}]\njobs: []\n')
         self.world.write('data/b', 'b')

@@ -27363,6 +27363,9 @@ def cmd_ro_crate_export(session: Session, args: Arguments) -> Optional[Answer]:
     workflow = session.workflow(choose_workflow(session, args))
     items = session.items('list_ro_crate_entities', workflow_id=workflow['id'])
     crate = make_crate(workflow, items, os.path.dirname(os.path.abspath(path)))
+    if not items:
+        session.inform('warning: the crate has no files and no jobs: they are recorded while a workflow runs '
+                       'whose file says `enable_ro_crate: true`')
     return deliver(session, {'output': args['output'] and path, 'format': 'json'}, crate, {'json': str})
 
 
