@@ -32687,8 +32687,12 @@ def cmd_install(session: Session, args: Arguments) -> Answer:
         raise BadInput(f'cannot install {error.filename or module}: {error.strerror}; '
                        'give another place with --prefix') from None
     value = {'launcher': launcher, 'module': module, 'python': sys.executable, 'version': __version__}
-    return Answer(value, [f'Installed torc {__version__} as {launcher}, for {sys.executable}',
-                          f"Its manual page, and completions for {', '.join(SHELLS)}: in {share}"])
+    lines = [f'Installed torc {__version__} as {launcher}, for {sys.executable}',
+             f"Its manual page, and completions for {', '.join(SHELLS)}: in {share}"]
+    if os.path.realpath(shutil.which('torc') or '') != os.path.realpath(launcher):
+        place = shlex.quote(os.path.dirname(launcher))
+        lines.append(f'Shells do not find it yet: put `export PATH={place}:$PATH` into ~/.bashrc, say')
+    return Answer(value, lines)
 
 
 def cmd_mcp(session: Session, args: Arguments) -> int:
