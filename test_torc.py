@@ -21340,6 +21340,9 @@ class ParserTest(unittest.TestCase):
         table = (
             ('jobz', "there is no command 'jobz', did you mean 'jobs'? (see: torc.py help)"),
             ('events lst', "there is no command 'events lst', did you mean 'list'? (events has: create, list, get-latest-event, monitor, delete)"),
+            ('export 1', "there is no command 'export', but: workflows export, ro-crate export (see: torc.py help)"),
+            ('jobs report 1', "there is no command 'jobs report', did you mean 'report'? (jobs has: " + ', '.join(torc.verbs_of('jobs')) + ')'),
+            ('lst', "there is no command 'lst' (see: torc.py help)"),
             ('events', '`events` requires one of: create, list, get-latest-event, monitor, delete'),
             ('self update', '`self` is a command of Torc that is not here: put the new torc.py in the place of the old one, or `install` it again'),
             ('status 1 --qiet', "unknown option --qiet, did you mean '--quiet'?"),

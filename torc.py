@@ -33732,7 +33732,9 @@ def find_command(words: List[str], options: Arguments) -> Tuple[Command, List[st
     if first in LEFT_OUT:
         raise BadInput(f'`{first}` is a command of Torc that is not here: {LEFT_OUT[first]}')
     if first not in GROUPS:
-        near = did_you_mean(first, [*COMMANDS_BY_NAME, *GROUPS])
+        verbs = [name for name in COMMANDS_BY_NAME if name.endswith(' ' + first)]
+        near = (f", but: {', '.join(verbs)}" if verbs else
+                did_you_mean(first, [name for name in (*COMMANDS_BY_NAME, *GROUPS) if ' ' not in name]))
         raise BadInput(f'there is no command {first!r}{near} (see: {program_name()} help)')
     found, rest = read_options(GLOBAL_ARGUMENTS, rest, True)
     options.update(found)
@@ -33741,7 +33743,7 @@ def find_command(words: List[str], options: Arguments) -> Tuple[Command, List[st
     verbs = verbs_of(first)
     if not rest:
         raise BadInput(f"`{first}` requires one of: {', '.join(verbs)}")
-    near, known = did_you_mean(rest[0], verbs), ', '.join(verbs)
+    near, known = did_you_mean(rest[0], [rest[0]] if rest[0] in COMMANDS_BY_NAME else verbs), ', '.join(verbs)
     raise BadInput(f"there is no command '{first} {rest[0]}'{near} ({first} has: {known})")
 
 
