@@ -23921,8 +23921,9 @@ class CodeLaws(unittest.TestCase):
         named = {node.attr for node in self.tests.walk(ast.Attribute) if isinstance(node.value, ast.Name) and node.value.id == 'torc'}
         self.assertEqual([], sorted(name for name in named if not hasattr(torc, name)))
 
-    def test_no_constant_is_given_twice(self):
+    def test_no_name_is_given_twice(self):
         names = [target.id for node in self.torc.tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)]
+        names += [node.name for node in self.torc.tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         self.assertEqual([], [name for name, count in collections.Counter(names).items() if count > 1])
 
     def test_no_global_and_no_bare_except(self):

@@ -1195,7 +1195,7 @@ class Float(float):
     raw = ''
 
 
-def parse_number(kind: type, text: str, *base: int) -> Any:
+def parse_number_as(kind: type, text: str, *base: int) -> Any:
     """An Int or Float with its source text; a plain number where that is what repr() says."""
     if len(text) > MAX_NUMBER_CHARACTERS:
         raise ValueError(f'a number of {len(text)} characters is too long; put it in quotes if it is text')
@@ -1207,8 +1207,8 @@ def parse_number(kind: type, text: str, *base: int) -> Any:
     return number
 
 
-parse_whole = functools.partial(parse_number, Int)      # base 0: that of its prefix, such as 0x
-parse_fraction = functools.partial(parse_number, Float)
+parse_whole = functools.partial(parse_number_as, Int)      # base 0: that of its prefix, such as 0x
+parse_fraction = functools.partial(parse_number_as, Float)
 
 
 # -------- positions and errors --------
@@ -6752,7 +6752,7 @@ def create_job(context: Context, body: Values) -> Values:
     return get_job(context, insert_jobs(context, body['workflow_id'], [body])[0])
 
 
-def create_jobs(context: Context, body: Values) -> Values:
+def create_many_jobs(context: Context, body: Values) -> Values:
     """Add up to 100,000 jobs of one workflow; their names must differ."""
     check_bulk([job['workflow_id'] for job in body['jobs']], [job['name'] for job in body['jobs']], 'jobs')
     jobs = select_jobs(context, insert_jobs(context, body['jobs'][0]['workflow_id'], body['jobs']))
@@ -11809,7 +11809,7 @@ ROUTES = (
     route_to('POST', 'runner_sync', runner_sync, body='RunnerSyncRequest'),
 
     route_to('POST', '/jobs', create_job, body='JobModel'),
-    route_to('POST', '/bulk_jobs', create_jobs, body='JobsModel'),
+    route_to('POST', '/bulk_jobs', create_many_jobs, name='create_jobs', body='JobsModel'),
     route_to('GET', '/jobs', list_jobs, resource='job',
              query=OF + PAGE + 'status:str needs_file_id:int upstream_job_id:int include_relationships:bool '
              'active_compute_node_id:int origin_is_set:bool name:str command:str labels:str '
@@ -24192,7 +24192,7 @@ WORKFLOW_LEFT = ('id', 'timestamp', 'run_id', 'is_canceled', 'is_archived', 'acc
 JOB_ENTITY = Expression(r'#job-([0-9]+)(?=-attempt-)')      # in RO-Crate entities
 
 
-class Part(Row):
+class DocumentPart(Row):
     """One list of a document."""
     key: str            # in the document
     resource: str       # of RESOURCES; the table in Torc's databases
@@ -24204,23 +24204,23 @@ class Part(Row):
 
 
 PARTS = (
-    Part('files', 'file'), Part('user_data', 'user_data'),
-    Part('resource_requirements', 'resource_requirements'), Part('slurm_schedulers', 'slurm_scheduler'),
-    Part('local_schedulers', 'local_scheduler'), Part('failure_handlers', 'failure_handler'),
-    Part('jobs', 'job', {
+    DocumentPart('files', 'file'), DocumentPart('user_data', 'user_data'),
+    DocumentPart('resource_requirements', 'resource_requirements'), DocumentPart('slurm_schedulers', 'slurm_scheduler'),
+    DocumentPart('local_schedulers', 'local_scheduler'), DocumentPart('failure_handlers', 'failure_handler'),
+    DocumentPart('jobs', 'job', {
         'resource_requirements_id': 'resource_requirements', 'scheduler_id': 'slurm_schedulers',
         'failure_handler_id': 'failure_handlers', 'depends_on_job_ids': 'jobs',
         **{field: {'file': 'files'}.get(table, table) for _, field, _, _, table in JOB_RELATIONS}},
         'status start_time compute_node_id attempt_id origin'),
-    Part('ro_crate_entities', 'ro_crate_entity', {'file_id': 'files'}),
-    Part('workflow_actions', 'workflow_action', {'job_ids': 'jobs'},
+    DocumentPart('ro_crate_entities', 'ro_crate_entity', {'file_id': 'files'}),
+    DocumentPart('workflow_actions', 'workflow_action', {'job_ids': 'jobs'},
          'trigger_count required_triggers executed executed_at executed_by failure',
          'action_config', {'scheduler_id': 'slurm_schedulers'}),
-    Part('compute_nodes', 'compute_node', {}, 'scheduler_config_id is_active', 'scheduler',
+    DocumentPart('compute_nodes', 'compute_node', {}, 'scheduler_config_id is_active', 'scheduler',
          {'scheduler_id': 'allocations'}, 'include_results'),
-    Part('results', 'result', {'job_id': 'jobs'}, 'job_name', '', {'compute_node_id': 'compute_nodes'}, 'include_results'),
-    Part('slurm_stats', 'slurm_stats', {'job_id': 'jobs'}, option='include_results'),
-    Part('events', 'event', {}, '', 'data', {
+    DocumentPart('results', 'result', {'job_id': 'jobs'}, 'job_name', '', {'compute_node_id': 'compute_nodes'}, 'include_results'),
+    DocumentPart('slurm_stats', 'slurm_stats', {'job_id': 'jobs'}, option='include_results'),
+    DocumentPart('events', 'event', {}, '', 'data', {
         'workflow_id': 'workflow', 'job_id': 'jobs', 'resource_requirements_id': 'resource_requirements',
         'action_id': 'workflow_actions', 'compute_node_id': 'compute_nodes', 'last_result_id': 'results',
         'newest_result_id': 'results'}, 'include_events'),
@@ -24323,7 +24323,7 @@ class Import:
             if said not in (default, {**default, 'runtime': DEFAULT_RUNTIME}):
                 self.client.call('update_resource_requirements', said, id=default['id'])
 
-    def batches(self, part: Part) -> Iterator[List[Dict[str, Any]]]:
+    def batches(self, part: DocumentPart) -> Iterator[List[Dict[str, Any]]]:
         """Rows that one request can make: of jobs none that waits for another one of them."""
         batch, most = {}, PAGE_ITEMS if part.key in IMPORT_MANY else 1      # type: Dict[int, Any], int
         for row in self.rows[part.key]:
@@ -24333,7 +24333,7 @@ class Import:
             batch[row['id']] = row
         yield from [list(batch.values())] * bool(batch)
 
-    def store(self, part: Part, batch: List[Dict[str, Any]]) -> None:
+    def store(self, part: DocumentPart, batch: List[Dict[str, Any]]) -> None:
         """Make some rows of a part."""
         more = {'workflow_actions': {'workflow_id': self.workflow_id},
                 'events': {'timestamp': batch[0].get('timestamp')}}.get(part.key, {})
@@ -24347,7 +24347,7 @@ class Import:
             raise
         self.ids[part.key].update(zip(bodies, (row['id'] for row in made)))
 
-    def translate(self, part: Part, row: Dict[str, Any]) -> Dict[str, Any]:
+    def translate(self, part: DocumentPart, row: Dict[str, Any]) -> Dict[str, Any]:
         """A row of the document as it is made here; {}: it is left out."""
         left, jobs = ('id', *part.left.split()), self.ids['jobs']
         body = {key: value for key, value in row.items() if value is not None and key not in left}
