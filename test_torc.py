@@ -17902,6 +17902,13 @@ class ReportTest(CommandTest):
           - {name: end, command: "true", depends_on: [work_2]}
         """
 
+    def test_one_dependency_and_the_server_that_the_page_needs(self):
+        self.make('name: w\njobs: [{name: a, command: "true"}, {name: b, command: "true", depends_on: [a]}]\n')
+        self.play('''
+            $ graph 1 -> 0: 2 jobs, 1 dependency
+            $ open --no-browser -> 4: torc_output/torc.db' --port 0 --daemon` starts one
+            ''')
+
     def test_what_a_workflow_looks_like(self):
         self.make(self.SPEC)
         self.play("""

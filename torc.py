@@ -10908,7 +10908,7 @@ def get_graph(context: Context, workflow_id: int, open: str = '', files: bool = 
     width, height = graph.lay_out()
     numbers = {key: number for number, key in enumerate(graph.nodes)}
     total = sum(len(graph.known['sets'][number]) for number in graph.known['set_numbers'])
-    return {'title': f"{counted(len(graph.names), 'job')}, {total:,} dependencies",
+    return {'title': f"{counted(len(graph.names), 'job')}, {total:,} dependenc{'y' if total == 1 else 'ies'}",
             'width': width, 'height': height, 'shapes': graph.shapes(),
             'nodes': [{'name': node.label, 'layer': node.layer, 'counts': dict(node.counts)}
                       for node in graph.nodes.values()],
@@ -30918,7 +30918,7 @@ def cmd_open(session: Session, args: Arguments) -> Any:
     session.call('get_version')
     if not client.is_lasting and not session.stdin.isatty():
         raise Refused('the page needs a server that stays, or a terminal: '
-                      f'`{program_name()} serve --port 0 --daemon` starts one')
+                      f'`{program_name()} serve -d {shlex.quote(client.database)} --port 0 --daemon` starts one')
     client.need_server()
     key = session.call('make_page_key')['key']
     address = parse_url(client.url)
