@@ -10697,6 +10697,21 @@ class FindServerTest(StoryTest):
             $ --url {tls} run 1 -> 3: write http://; !waiting
             ''')
 
+    def test_a_runner_waits_until_no_command_serves_its_database_on_another_host_for_that_only(self) -> None:
+        self.play('$ --db my.db create ../w.yaml -> 0')
+        path = os.path.join(self.there, 'my.db')
+        holder = torc.hold_database(path)
+        server = dict(torc.describe_process(), host='login2', url='http://127.0.0.1:1/x', candidates=['http://127.0.0.1:1/x'],
+                      server_id='x', database=path, token_file=None, is_embedded=True)
+        torc.write_atomically(path + '.connection', json.dumps(server).encode())
+        self.world.environment['TORC_TEST_SETUP'] = 'torc.FIND_DEADLINE_S = torc.RECONNECT_S = 0.1'
+        runner = self.world.start('--db', path, 'run', 1)
+        try:
+            self.world.wait(lambda: 'waiting for the server for up to 20 minutes' in runner.err, 20, 'its word', [runner])
+        finally:
+            holder.close()
+        self.assertExit(0, runner.finish(), 'runs on host login2 and answers there only, until the commands', 'is complete')
+
     def test_commands_that_are_named_find_the_same_database_and_output(self) -> None:
         self.world.write('w.yaml', 'name: hello\njobs:\n- {name: a, command: "echo this; exit 3"}\n- {name: b, command: echo, depends_on: [a]}\n')
         self.play('''
@@ -21124,6 +21139,18 @@ class TerminalViewTest(WorldTest):
         self.play('=> exit 143')
         self.assertTrue(self.is_terminal_as_it_was())
 
+    @slow
+    def test_between_its_looks_a_database_without_a_server_is_for_others(self):
+        self.make_study()
+        database = self.world.path('torc_output/torc.db')
+        self.open('tui', 1)
+        self.play('=> [Summary] | Workflow ended')
+        self.world.wait(lambda: not os.path.exists(database + '.connection'), 20, 'the end of the server of that run')
+        with contextlib.closing(torc.Client(database=database)) as client:
+            client.reconnect()
+            self.assertTrue(client.is_direct)
+        self.play('Tab => [Jobs] | > 1 prep | !away')
+
     def test_it_needs_a_terminal_on_which_a_cursor_can_be_placed(self):
         self.assertExit(2, self.world.cli('tui'), 'torc: tui needs a terminal\n')
         code, said = on_terminal(self.world, ['env', 'TERM=dumb', *self.world.command(['tui'])])
@@ -21140,7 +21167,7 @@ class TerminalViewTest(WorldTest):
             asked.append((op, query))
             count = max(0, min(query['limit'], 100000 - query['offset']))
             return {'total_count': 100000, 'items': [{'id': query['offset'] + number} for number in range(count)]}
-        client = types.SimpleNamespace(call=call, ensure_connected=lambda wait_s: None)
+        client = types.SimpleNamespace(call=call, is_lasting=True, ensure_connected=lambda wait_s: None)
         screen = types.SimpleNamespace(window=types.SimpleNamespace(getmaxyx=lambda: (24, 80)), is_unicode=True)
         terminal = torc.Terminal(types.SimpleNamespace(client=client), screen, {'id': 7})
         terminal.go_to('Jobs')
@@ -23777,7 +23804,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 35049
+TORC_LINES = 35053
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

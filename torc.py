@@ -15549,8 +15549,10 @@ class Connector:
             self.token_file = server.get('token_file') or ''
             self.tls = self.tls._replace(fingerprint=server.get('fingerprint') or '')
         if not urls:
-            raise Unreachable(f"the server of {self.database} runs on host {server['host']} and answers "
-                              'there only; start it with --host to reach it from here')
+            where = f"the server of {self.database} runs on host {server['host']} and answers there only"
+            if server.get('is_embedded'):
+                raise absent(f"{where}, until the commands there that use it end (process {server['pid']})")
+            raise Unreachable(f'{where}; start it with --host to reach it from here')
         limit_s, until = min(CONNECT_DEADLINE_S, self.look_s / len(urls)), time.monotonic() + self.look_s
         reasons, cure, passes = [], '; is the server running?', False
         for url in urls:
@@ -26980,7 +26982,8 @@ def follow_logs(reader: LogReader) -> int:
                 awaited = describe_job(session, *reader.jobs.values())
             session.report(f'torc: waiting for {awaited}; Ctrl-C ends this')
         attempts, is_first = [], False
-        session.client.need_server()    # a database that this process has for itself would keep runners out
+        if not (session.client.is_lasting or session.client.named_url):
+            session.client.close()      # see Terminal.look()
         time.sleep(FOLLOW_PAUSE_S)
 
 
@@ -31338,6 +31341,8 @@ class Terminal:
             self.fresh_at, self.problem, self.is_away = time.time(), '', False
         except TorcError as error:
             self.problem, self.is_away = error.message.split('\n')[0], isinstance(error, Unreachable)
+        if not (self.client.is_lasting or self.client.named_url):
+            self.client.close()     # a server here, for this machine only, would keep out those in allocations
         now = time.monotonic()
         self.due_at = now + max(TERMINAL_LOOK_S, TERMINAL_LOOK_SHARE * (now - began))
 
@@ -31599,7 +31604,6 @@ def cmd_tui(session: Session, args: Arguments) -> int:
         is_able = False
     if not is_able:
         raise BadInput(f"tui cannot use the terminal {os.environ.get('TERM', '')!r}: set TERM, to xterm say")
-    session.client.need_server()    # else the database would be kept from others
     session.client.database_id = call_addition(session.client, 'get_database').get('id', '')
     workflow = {} if args['workflow_id'] is None else session.workflow(args['workflow_id'])
     os.environ.setdefault('ESCDELAY', '25')     # ms that Esc waits for more of a key; else a second
