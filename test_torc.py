@@ -17644,7 +17644,7 @@ class ExchangeTest(CommandTest):
         document = self.document()
         document['jobs'][4]['origin'] = 'spawn'     # tail, for which an action waits
         document['user_data'].append({'id': 50, 'name': '__torc_lineage__l__g000001'})
-        document['workflow'].update(access_groups=['g1'], submission_directory='/none/here')
+        document['workflow'].update(access_groups=['g1'], submission_directory='/')
         document['workflow_actions'][1]['action_config']['scheduler_id'] = document['results'][1]['compute_node_id'] = 98
         document['results'][0]['job_id'] = document['jobs'][4]['id']
         document['resource_requirements'][1].update(num_cpus=3)
@@ -17652,7 +17652,7 @@ class ExchangeTest(CommandTest):
         said = self.assertExit(0, self.world.main('--db', 'own.db', 'workflows', 'import', 'e.json'))
         self.assertEqual([f'warning: e.json: {text}' for text in (
             'export_version is 2.0, not 1.0: some may be left out',
-            f'directory /none/here is not here: relative paths start in {self.world.directory} now',
+            f'relative paths start in {self.world.directory} now, not in /',
             'access group g1 is left out (see: access-groups add-workflow)', '1 spawned job is left out, to be spawned again',
             'scheduler_id of workflow_actions leads to nothing that is there: it is 0 now',
             'compute_node_id of results leads to nothing that is there: it is 0 now')], said.err.splitlines()[:6])

@@ -15783,7 +15783,8 @@ class Client(Connector, Operations):
             with contextlib.suppress(sqlite3.Error):    # what cannot be stored stays as it is
                 notice_dead_runners(service)
         try:
-            with contextlib.suppress() if is_inside else store.reading() if route.method == 'GET' else store.transaction():
+            with contextlib.suppress() if is_inside else \
+                    store.reading() if route.method == 'GET' else store.transaction():
                 try:
                     answer = call_operation(context, route.name, params, body)
                 except TorcError as error:
@@ -23532,7 +23533,7 @@ class Watcher:
         most = args['max_retries']      # None: any number
         retries_unknown = args['retry_unknown'] or args['recovery_hook']    # also what nothing is changed for
         if not has_failed(counts):
-            return WatchStep('end', f'the workflow is complete: {sum(counts.values())} jobs ended well')
+            return WatchStep('end', f"the workflow is complete: {counted(sum(counts.values()), 'job')} ended well")
         if counts['pending_failed'] and not args['ai_recovery']:
             return WatchStep('end', 'failed jobs wait for a decision: see `jobs classify`', 1)
         if not (args['recover'] or counts['pending_failed']):
@@ -23812,7 +23813,8 @@ def launch_worker(stem: str, order: Order) -> None:
     path = os.path.join(output_dir, f"torc_worker_wf{order['workflow_id']}_{socket.gethostname()}.log")
     program = os.path.join(os.path.dirname(os.path.abspath(globals()['__file__'])), 'torc-worker')
     argv = [sys.executable, program, '--config', os.devnull,
-            '--url', read_server_file(stem + '.connection')['url'], *['--prompt-password'] * bool(order['password']), 'run', str(order['workflow_id']),
+            '--url', read_server_file(stem + '.connection')['url'],
+            *['--prompt-password'] * bool(order['password']), 'run', str(order['workflow_id']),
             '-o', output_dir, *order['options']]
     with contextlib.suppress(FileNotFoundError):
         os.unlink(stem + '.json')
@@ -24220,7 +24222,8 @@ PARTS = (
          'action_config', {'scheduler_id': 'slurm_schedulers'}),
     DocumentPart('compute_nodes', 'compute_node', {}, 'scheduler_config_id is_active', 'scheduler',
          {'scheduler_id': 'allocations'}, 'include_results'),
-    DocumentPart('results', 'result', {'job_id': 'jobs'}, 'job_name', '', {'compute_node_id': 'compute_nodes'}, 'include_results'),
+    DocumentPart('results', 'result', {'job_id': 'jobs'}, 'job_name', '',
+                 {'compute_node_id': 'compute_nodes'}, 'include_results'),
     DocumentPart('slurm_stats', 'slurm_stats', {'job_id': 'jobs'}, option='include_results'),
     DocumentPart('events', 'event', {}, '', 'data', {
         'workflow_id': 'workflow', 'job_id': 'jobs', 'resource_requirements_id': 'resource_requirements',
@@ -24257,6 +24260,7 @@ class Import:
             raise BadInput('this is no exported workflow, which has "export_version" and "workflow": '
                            '`workflows export -o FILE` makes one; a workflow file is for `create`')
         self.client, self.workflow_id = client, 0       # 0: not made yet
+        self.directory = options.get('directory') or os.getcwd()    # in which relative paths start
         self.workflow = check_value('workflow', '?WorkflowModel', document['workflow'])
         self.name = options['name'] or str(self.workflow.get('name'))
         self.rows = {}                  # type: Dict[str, List[Dict[str, Any]]]  # of each part
@@ -24272,7 +24276,8 @@ class Import:
             self.rows[key] = rows
         version = document.get('export_version')
         if version != EXPORT_VERSION:
-            self.warnings[f'export_version is {shorten(str(version))}, not {EXPORT_VERSION}: some may be left out'] = True
+            found = shorten(str(version))
+            self.warnings[f'export_version is {found}, not {EXPORT_VERSION}: some may be left out'] = True
 
     def run(self) -> None:
         """Make the workflow, and everything in it."""
@@ -24297,16 +24302,17 @@ class Import:
 
     def leave_out(self, settings: Dict[str, Any]) -> None:
         """Leave out what would make no sense here."""
-        directory, here = settings.get('submission_directory'), base_directory(settings)
+        directory, here = settings.get('submission_directory'), self.directory
         if (directory or here) != here:
             settings['submission_directory'] = here
-            self.warnings[f'directory {shorten(directory)} is not here: relative paths start in {here} now'] = True
+            self.warnings[f'relative paths start in {here} now, not in {shorten(directory)}'] = True
         for group in self.workflow.get('access_groups') or ():
             self.warnings[f'access group {shorten(group)} is left out (see: access-groups add-workflow)'] = True
         jobs, records = self.rows['jobs'], LINEAGE_RECORD.partition('{')[0]
         self.ids['jobs'] = {row['id']: None for row in jobs}
         self.rows['jobs'] = [row for row in jobs if row.get('origin') != 'spawn']
-        self.rows['user_data'] = [row for row in self.rows['user_data'] if not str(row.get('name')).startswith(records)]
+        self.rows['user_data'] = [row for row in self.rows['user_data']
+                                  if not str(row.get('name')).startswith(records)]
         spawned = len(jobs) - len(self.rows['jobs'])
         if spawned:
             self.warnings[f"{counted(spawned, 'spawned job', 'is/are')} left out, to be spawned again"] = True
@@ -24353,7 +24359,9 @@ class Import:
         """A row of the document as it is made here; {}: it is left out."""
         left, jobs = ('id', *part.left.split()), self.ids['jobs']
         body = {key: value for key, value in row.items() if value is not None and key not in left}
-        body.update({'workflow_id': self.workflow_id}, **{'is_active': False} if part.key == 'compute_nodes' else {})
+        body['workflow_id'] = self.workflow_id
+        if part.key == 'compute_nodes':
+            body['is_active'] = False
         for field, key in part.ids.items():
             value = body.get(field)     # an id, or several; to Torc, 0 is none
             old_ids = value if isinstance(value, list) else [value] * bool(value)
@@ -24370,7 +24378,8 @@ class Import:
                 if not inner[field]:
                     self.warnings[f'{field} of {part.key} leads to nothing that is there: it is 0 now'] = True
         if part.key == 'ro_crate_entities':
-            body = json.loads(JOB_ENTITY.sub(lambda found: f'#job-{jobs.get(int(found.group(1))) or 0}', format_json(body)))
+            body = json.loads(JOB_ENTITY.sub(lambda found: f'#job-{jobs.get(int(found.group(1))) or 0}',
+                                             format_json(body)))
         is_left = 'job_id' in part.ids and not body['job_id'] or str(body.get('entity_id')).startswith('#job-0-')
         return {} if is_left else body
 
@@ -24399,15 +24408,19 @@ def read_torc_database(path: str, wanted: Sequence[int]) -> List[Dict[str, Any]]
             connection.execute('BEGIN')     # one view of what a server may change
             tables = {row[0] for row in connection.execute('SELECT name FROM sqlite_master')}
             if '_sqlx_migrations' not in tables:
-                raise BadInput(f'{path} is no database of Torc (from one of torc.py: `--db FILE workflows export`)')
+                raise BadInput(f'{path} is no database of Torc (from one of torc.py: '
+                               '`--db FILE workflows export`)')
             found = torc_rows(connection, 'workflow', '1')
             missing = sorted(set(wanted).difference(row['id'] for row in found))
             if missing or not found:
                 known = first_of([f"{row['id']} ({row['name']})" for row in found]) or 'none'
-                raise NotFound(f"workflow {first_of(missing) or 'of any id'} not found in {path}, which has: {known}")
-            return [torc_document(connection, row, tables) for row in found if not wanted or row['id'] in wanted]
+                raise NotFound(f"workflow {first_of(missing) or 'of any id'} not found in {path}, "
+                               f'which has: {known}')
+            return [torc_document(connection, row, tables) for row in found
+                    if not wanted or row['id'] in wanted]
     except (sqlite3.Error, ValueError) as error:
-        raise BadInput(f'cannot read {path}: {printable(str(error))}; try a copy of it, and of its -wal') from None
+        raise BadInput(f'cannot read {path}: {printable(str(error))}; '
+                       'try a copy of it, and of its -wal') from None
 
 
 def torc_document(connection: sqlite3.Connection, workflow: Dict[str, Any], tables: Set[str]) -> Dict[str, Any]:
@@ -24419,7 +24432,9 @@ def torc_document(connection: sqlite3.Connection, workflow: Dict[str, Any], tabl
     for field, table, column in (*(row[1:4] for row in JOB_RELATIONS),
                                  ('depends_on_job_ids', 'job_depends_on', 'depends_on_job_id'),
                                  ('depends_on_job_ids', 'job_blocked_by', 'blocked_by_job_id')):    # of early versions
-        for row in torc_rows(connection, table, f'job_id IN (SELECT id FROM job WHERE {of})') if table in tables else ():
+        if table not in tables:
+            continue
+        for row in torc_rows(connection, table, f'job_id IN (SELECT id FROM job WHERE {of})'):
             by_id[row['job_id']].setdefault(field, []).append(row[column])
     return dict(document, export_version=EXPORT_VERSION, workflow=torc_model('workflow', workflow))
 
@@ -26402,7 +26417,7 @@ def cmd_clone(session: Session, args: Arguments) -> Answer:
     """Make another workflow like this one, without what its runs have left."""
     document = export_workflow(session.client, choose_workflow(session, args), {})
     workflow = document['workflow']
-    args = dict(args, name=args['name'] or f"{workflow['name']} (copy)")
+    args = dict(args, name=args['name'] or f"{workflow['name']} (copy)", directory=base_directory(workflow))
     return import_documents(session, [document], f"workflow {workflow['id']}", args)
 
 
@@ -31801,7 +31816,8 @@ PLAN_OPTIONS = (
 JOB_PREFIX_OPTION = Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs (default: the '
                              'name of the workflow)')
 NOTIFY = Argument('--notify', 'CMD', 'give this to a shell when the workflow is complete, has failed or is '
-                  f'stuck, for {NOTIFY_LIMIT_S:g} s at most (see: help recovery)', lambda text: split_command(text, '--notify') and text)
+                  f'stuck, for {NOTIFY_LIMIT_S:g} s at most (see: help recovery)',
+                  lambda text: split_command(text, '--notify') and text)
 # Of recover, and of watch, which calls it.
 RECOVER_OPTIONS = (
     OUTPUT_DIR,
@@ -32743,7 +32759,8 @@ def cmd_config_show(session: Session, args: Arguments) -> Answer:
 
 def cmd_config_get(session: Session, args: Arguments) -> Answer:
     """The value of a key."""
-    row, settings, path = known_setting(args['key']), read_settings(session.options['config']), tuple(args['key'].split('.'))
+    row, settings = known_setting(args['key']), read_settings(session.options['config'])
+    path = tuple(args['key'].split('.'))
     value = settings.get(args['key'], row.default)
     return Answer({'key': args['key'], 'value': value, 'source': settings.sources.get(path, 'default')},
                   [value if isinstance(value, str) else '' if value is None else json.dumps(value)])
