@@ -16225,7 +16225,8 @@ def known_setting(key: str) -> Setting:
     """The same. BadInput if there is none."""
     row = find_setting(tuple(key.split('.')))
     if row is None:
-        near = did_you_mean(key, [*SETTINGS_BY_KEY, *UNUSED_SETTINGS])
+        below = first_of([name for name in SETTINGS_BY_KEY if name.startswith(f'{key}.')])
+        near = f', but: {below}' if below else did_you_mean(key, [*SETTINGS_BY_KEY, *UNUSED_SETTINGS])
         raise BadInput(f'there is no key {printable(key)}{near}')
     return row
 
@@ -23512,7 +23513,9 @@ class Watcher:
         has_workers = bool(num_allocations or status['active_compute_nodes'])
         if status['is_canceled']:
             return WatchStep('end', 'the workflow was canceled', 1, 'failed')
-        if (num_allocations or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
+        # A runner that was killed may be at work by its record, although its allocation is over by its own.
+        is_in_slurm = num_allocations or has_workers and self.seen['had_allocations']
+        if (is_in_slurm or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
             return WatchStep('look')
         if self.is_at_work != bool(has_workers or is_active):
             self.is_at_work, self.num_failures = not self.is_at_work, 0     # now Slurm may take more
