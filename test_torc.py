@@ -19020,7 +19020,7 @@ class SubmittedCase(SlurmTest, CommandTest):
         """All that a developer wants to see of a workflow that did not end."""
         parts = [str(self.world.cli(*words))[-4000:] for words in (('status', 1), ('explain', 1))] + list(map(str, self.allocations()))
         for path in sorted(glob.glob(glob.escape(self.world.directory) + '/**/*', recursive=True)):
-            if re.search(r'(slurm_output_.*|slurm-.*\.out|torc-.*\.log|job_runner_.*\.log|\.e|trace)$', path):
+            if re.search(r'(slurm_output_.*|server.log|slurm-.*\.out|torc-.*\.log|job_runner_.*\.log|\.e|trace)$', path):
                 parts.append(f'--- {path}\n{read_text(path)[-3000:]}')
         return '\n'.join(parts)
 
@@ -22617,6 +22617,7 @@ class SlurmTravelTest(SubmittedCase, FlowTest):
         self.assertEqual(names, sorted(self.world.read('ran').split()), self.situation())
         self.assertEqual({'completed'}, set(self.statuses().values()), self.situation())
         self.wait_slurm(lambda: len(self.live_allocations()) == 2, 60, 'the next one in the queue', self.situation)
+        os.rename(self.world.path('server.sh'), self.world.path('server.off'))
         self.bed.ask('scancel', '-n', name, '-t', 'PD')
         self.bed.ask('scancel', '-n', name, '--batch', '--signal=INT')
         self.wait_slurm(lambda: not self.live_allocations(), 60, 'its end', self.situation)
@@ -23807,7 +23808,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 35073
+TORC_LINES = 35074
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

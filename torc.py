@@ -32021,7 +32021,8 @@ In an allocation
             [ "$(squeue --me -h -t PD -n torc-server)" ] || sbatch server.sh
         done) &
         exec python3 /path/to/torc.py serve -d study.db
-    To end it for good:
+    To end it for good, with nothing left to queue:
+        mv server.sh server.off
         scancel -u $USER -n torc-server -t PD
         scancel -u $USER -n torc-server --batch --signal=INT
 
