@@ -2899,7 +2899,6 @@ class ServiceTest(unittest.TestCase):
         self.open()
 
     def open(self) -> None:
-        """A service on the database."""
         self.store = FreeStore(os.path.join(self.directory, 'torc.db'), lambda: self.clock)
         self.service = torc.Service(self.store)
         self.service.clock = self.store.now
@@ -2907,7 +2906,6 @@ class ServiceTest(unittest.TestCase):
 
     @property
     def context(self) -> Any:
-        """Of a request of the caller's."""
         return self.service.context(self.caller, self.is_admin)
 
     def call(self, name: str, body: Any = None, **parameters: Any) -> Any:
@@ -2943,7 +2941,6 @@ class ServiceTest(unittest.TestCase):
         return self.store_plan(planned, sets, more.get('workflow', {}), actions=more.get('actions', []))
 
     def store_plan(self, jobs: List[Any], sets: List[List[int]], workflow: Dict[str, Any], starts: bool = True, **more: Any) -> int:
-        """A workflow of planned jobs."""
         body = {'workflow': dict({'name': 'w', 'user': 'u'}, **workflow), 'jobs': jobs, 'dependency_sets': sets,
                 'kinds': [[None, 0, None, None]], **{key: [] for key in (
                     'files', 'user_data', 'resource_requirements', 'slurm_schedulers', 'failure_handlers', 'actions')}}
@@ -3125,7 +3122,6 @@ class ScenarioTest(ServiceTest):
         self.assertWhole()      # those of others, too
 
     def begin(self, line: str) -> None:
-        """A new workflow."""
         jobs, *actions = line.split(' | ')
         names = [job.partition(':')[0].strip().rstrip('!') for job in jobs.split(' / ')]
         self.workflow_id = self.create(jobs.replace(' / ', '\n'), workflow=self.WORKFLOW, actions=[
@@ -3196,7 +3192,6 @@ class ScenarioTest(ServiceTest):
         return ','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
 
     def names(self, job_ids: Iterable[int]) -> List[str]:
-        """Of jobs."""
         return [self.store.value('SELECT name FROM job WHERE id = ?', (job_id,)) for job_id in job_ids]
 
     def job_id(self, name: str) -> int:
@@ -3220,7 +3215,6 @@ class ScenarioTest(ServiceTest):
         return self.nodes[name]
 
     def process(self, node: str) -> Dict[str, Any]:
-        """Of a node's runner."""
         pid = 10 * self.workflow_id + int(node[1:])
         return {'pid': pid, 'identity': f'boot/{pid}'}
 
@@ -3261,7 +3255,6 @@ class ScenarioTest(ServiceTest):
         self.turn(node, held=keys, started=[[*key, torc.format_time(self.clock)] for key in keys])
 
     def do_end(self, job: str, outcome: str = 'completed', by: str = '', run: str = '', **more: str) -> None:
-        """An attempt ends, says its runner."""
         end = self.result_of(job, outcome, by, run, more)
         body = {'compute_node_id': end.pop('compute_node_id'), 'run_id': end.pop('run_id'), 'completions': [end]}
         del end['workflow_id']
@@ -3317,7 +3310,6 @@ class ScenarioTest(ServiceTest):
         self.answer = self.call('spawn_jobs', dict({'jobs': jobs}, **more), id=self.job_id(job))
 
     def do_delete(self, name: str) -> None:
-        """A node or a job."""
         is_node = name in self.nodes
         self.call('delete_compute_node' if is_node else 'delete_job', id=self.nodes[name] if is_node else self.job_id(name))
 
@@ -3333,12 +3325,10 @@ class ScenarioTest(ServiceTest):
             self.answer = torc.release_lost_nodes(self.context, lambda *runner: True if how else None)
 
     def do_server(self) -> None:
-        """A server begins, on the same database."""
         self.store.close()
         self.open()
 
     def do_record(self, slurm_job_id: str) -> None:
-        """A record of an allocation."""
         self.call('create_scheduled_compute_node', {
             'workflow_id': self.workflow_id, 'scheduler_id': int(slurm_job_id), 'scheduler_config_id': 0, 'scheduler_type': 'slurm',
             'status': 'pending'})
@@ -3368,7 +3358,6 @@ class StateTest(ScenarioTest):
     SHORT['undeci'] = 'pending_failed'      # undecided
     SEES = dict(ScenarioTest.SEES, told=('list_events', {'category': 'workflow_canceled'}, '{data[category]}'),
                 canceled=lambda self: self.call('get_workflow', id=self.workflow_id)['is_canceled'])
-    CALLS = dict(ScenarioTest.CALLS, add=lambda self, job: self.call('create_result', self.result_of(job, 'failed:5', '', '', {})))
     OPERATIONS = """
         operation                    uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
         begin job                    -       -       -       runnin  runnin  -       -       -       -       -       -
@@ -3444,7 +3433,7 @@ class StateTest(ScenarioTest):
     def test_what_carries_a_stale_run_changes_nothing(self):
         for status in self.COLUMNS:
             self.job_in(status, 'node n1; reset; init')
-            for run_id in (0, 1, 3, -1, torc.MAX_INTEGER):
+            for run_id in (0, 1, 3):
                 for words in ('begin job', 'complete job completed', 'complete job failed', 'complete job pending_failed', 'batch job completed',
                               'retry job', 'set job uninitialized', 'set job ready', 'set job disabled'):
                     if words != f'set job {status}':    # it says what is so already
@@ -3510,10 +3499,6 @@ class StateTest(ScenarioTest):
           a / b: a
           claim n1 a; return a; cancel -> canceled=true told=workflow_canceled a=canceled b=canceled
 
-        a result made by hand is the current one
-          a
-          claim n1 a; end a failed; add a#2 -> current=a#2 a=failed
-
         only the node that claimed a job starts it
           a
           node n2; claim n1 a; begin a by=n2 -> refused='held by compute node'
@@ -3531,23 +3516,6 @@ class StateTest(ScenarioTest):
         for status, after in (('failed', 'canceled'), ('terminated', 'canceled'), ('completed', 'ready')):
             self.assertScenarios(self.DECIDED, STATUS=status, NEXT=after)
         self.assertScenarios(self.HELD)
-        stranger = self.node(self.create('b:'))
-        self.assertRefused('not found in workflow', 'start_job', job_id=self.job_id('a'), run_id=1, compute_node_id=stranger)
-        self.act('reset forced; reset jobs')
-        self.assertRefused('job 4 not found', 'update_job', {'depends_on_job_ids': [4]}, id=self.job_id('a'))     # of another workflow
-
-    def test_a_node_that_ended_stays_ended_and_labels_are_a_set(self):
-        self.begin('a')
-        node_id = self.node(self.workflow_id)
-        self.call('update_compute_node', {'is_active': True, 'pid': 7}, id=node_id)
-        self.call('update_compute_node', {'is_active': False}, id=node_id)
-        self.assertRefused('register a new one', 'update_compute_node', {'is_active': True}, id=node_id)
-        self.call('update_compute_node', {'duration_seconds': 5.0, 'labels': ['x']}, id=node_id)
-        self.assertNotIn('labels', self.call('get_compute_node', id=node_id))
-        for labels, kept in ((['b', 'a', 'b'], ['a', 'b']), (['a', 'b'], ['a', 'b']), (None, ['a', 'b']), ([], None), (['c'], ['c'])):
-            self.assertEqual(kept, self.call('update_job', {'labels': labels}, id=self.job_id('a')).get('labels'))
-        empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']      # Torc's clients may cancel these
-        self.assertIs(True, self.call('cancel_workflow', id=empty)['is_canceled'])
 
 
 class ActionTest(ScenarioTest):
@@ -3574,10 +3542,6 @@ class ActionTest(ScenarioTest):
           delete b -> refused='wait for its end'
           return b; delete b; ask n1 -> actions=on_jobs_complete
 
-        one whose gates are all deleted never comes
-          a / b / c | on_jobs_complete a b
-          delete a; delete b -> due=
-
         a gate that is to run again is waited for again
           a | on_jobs_complete a
           claim n1 a; end a failed -> due=on_jobs_complete
@@ -3603,11 +3567,6 @@ class ActionTest(ScenarioTest):
           lose n1; ask n2 -> actions=on_workflow_start
           did n2 1; lose n2; ask n3 -> actions=
 
-        a persistent action that was lost with an answer comes back
-          a | on_worker_start persistent
-          ask n1 -> actions=on_worker_start
-          hold n1; ask n1 -> actions=on_worker_start
-
         what another client has taken is not due again, and taken once
           a | on_workflow_start
           node n2; take n1 1; take n2 1 -> refused=taken
@@ -3618,23 +3577,10 @@ class ActionTest(ScenarioTest):
           ask n1; did n1 1 'command 1 ended'; did n1 2 failed; ask n2; did n2 2 -> failures='command 1 ended,failed,'
           -> told='action_failed:error:command 1 ended,action_failed:error:failed,action_completed:None:'
           init -> failures=,,
-
-        the end of a workflow comes when its last open job is switched off
-          a / b: a | on_workflow_complete
-          claim n1 a; end a; set b disabled -> due=on_workflow_complete
-        '''
-    END_AGAIN = '''
-        what waits for the end of a workflow waits for it again
-          a / b: a | on_workflow_complete
-          claim n1 a; end a failed; sync n1 -> due=on_workflow_complete
-          BACK -> due=
-          sync n1 -> due=
         '''
 
     def test_triggers(self):
         self.assertScenarios(self.SCENARIOS)
-        for back in ('set a uninitialized', 'reset jobs', 'reset failed', 'retry a'):
-            self.assertScenarios(self.END_AGAIN, BACK=back)
 
     def do_add(self, trigger: str, *jobs: str) -> None:
         body = {'workflow_id': self.workflow_id, 'trigger_type': trigger, 'action_type': 'run_commands',
@@ -3649,17 +3595,6 @@ class ActionTest(ScenarioTest):
     def see_told(self) -> List[str]:
         events = self.call('list_events', workflow_id=self.workflow_id, category='action')['items']
         return [':'.join(str(event['data'].get(key)) for key in ('event_type', 'level', 'message')) for event in events]
-
-    def test_a_schedule_names_no_scheduler_of_another_workflow(self):
-        mine, other = self.create('a:'), self.create('a:')
-        scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': other, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
-        action = {'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes', 'workflow_id': mine}
-        refused = f'slurm scheduler {scheduler_id} not found in workflow {mine}'
-        self.assertRefused(refused, 'create_workflow_action', dict(action, action_config={'scheduler_id': scheduler_id}), workflow_id=mine)
-        made = self.call('create_workflow_action', dict(action, action_config={'scheduler_id': 0}), workflow_id=mine)
-        self.assertRefused(refused, 'update_workflow_action', {'scheduler_id': scheduler_id}, workflow_id=mine, action_id=made['id'])
-        config = {'scheduler_id': scheduler_id, 'scheduler_type': 'slurm'}
-        self.call('create_workflow_action', dict(action, workflow_id=other, action_config=config), workflow_id=other)
 
     def test_what_a_node_that_comes_back_is_at_or_has_done_is_not_carried_out_again(self):
         self.begin('a | on_workflow_start | on_jobs_ready a | on_jobs_ready a persistent')
@@ -3703,7 +3638,6 @@ class RearmTest(ScenarioTest):
                                                                  'walltime': '01:00:00'})['id']
 
     def add(self, name: str, kind: str = 'schedule_nodes', **more: Any) -> int:
-        """An action by its name in the table."""
         trigger, *gates = name.replace('all', 'done bad last other').split()
         config = {'commands': ['x']} if kind == 'run_commands' else {'scheduler_id': self.scheduler_id}
         body = {'workflow_id': self.workflow_id, 'trigger_type': trigger, 'action_type': kind, 'action_config': config,
@@ -3711,7 +3645,6 @@ class RearmTest(ScenarioTest):
         return self.call('create_workflow_action', dict(body, **more), workflow_id=self.workflow_id)['id']
 
     def found(self) -> Dict[int, str]:
-        """What the actions are like, as the table says it."""
         takers = set(self.store.ids('SELECT action_id FROM action_execution'))
         return {action['id']: 'x-'[not (action['executed'] or action['id'] in takers)] + str(action['trigger_count'])
                 for action in self.call('get_workflow_actions', id=self.workflow_id)}
@@ -3779,15 +3712,15 @@ class GraphTest(ServiceTest):
 class PropertyTest(ServiceTest):
     """Random workflows, driven in random order, against a plain model of the rules."""
 
-    def expected(self, needs: List[List[int]], tolerant: List[bool], bad: Set[int], by_hand: Iterable[int] = ()) -> List[str]:
+    def expected(self, needs: List[List[int]], tolerant: List[bool], bad: Set[int]) -> List[str]:
         found = []
         for place, row in enumerate(needs):
-            blocked = any(found[need] != 'completed' for need in row) and not tolerant[place] and place not in by_hand
+            blocked = any(found[need] != 'completed' for need in row) and not tolerant[place]
             found.append('canceled' if blocked else 'failed' if place in bad else 'completed')
         return found
 
     def test_any_graph_ends_as_the_rules_say(self):
-        for seed in range(40):
+        for seed in range(20):
             with self.subTest(seed=seed):
                 chance = random.Random(seed)
                 count = chance.randrange(2, 25)
@@ -3800,27 +3733,13 @@ class PropertyTest(ServiceTest):
                     {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': indexes}
                     for trigger, indexes in zip(torc.JOB_TRIGGERS * 2, gates)])
                 self.assertWhole(workflow_id)
-                by_hand = self.end_by_hand(workflow_id, chance.sample(range(count), min(count, 3)) if seed % 2 else [], bad)
                 found = self.drive(workflow_id, {f'j{place}': 'failed' for place in bad})
-                self.assertEqual(self.expected(needs, tolerant, bad, by_hand), list(found.values()), lines)
+                self.assertEqual(self.expected(needs, tolerant, bad), list(found.values()), lines)
                 ran = [row['job_id'] for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']]
                 self.assertEqual((len(ran), len([status for status in found.values() if status != 'canceled'])), (len(set(ran)), len(ran)))
                 self.assertWhole(workflow_id)
                 self.assertEqual(4, len(self.call('get_pending_actions', id=workflow_id)))
         self.assertWhole()
-
-    def end_by_hand(self, workflow_id: int, places: List[int], bad: Set[int]) -> List[int]:
-        """Report ends of jobs that nobody has claimed; those that were taken in: what was canceled before is refused."""
-        jobs, accepted = self.call('list_jobs', workflow_id=workflow_id)['items'], []
-        for place in places:
-            job, status = jobs[place], 'failed' if place in bad else 'completed'
-            result = dict(self.end(job, status, int(place in bad)), workflow_id=workflow_id, run_id=1, compute_node_id=0)
-            entry = {'job_id': job['id'], 'status': status, 'run_id': 1, 'result': result}
-            answer = self.call('batch_complete_jobs', {'completions': [entry]}, id=workflow_id)
-            self.assertTrue(answer['completed'] or 'as canceled' in answer['errors'][0]['message'], answer)
-            accepted += [place] * len(answer['completed'])
-            self.assertWhole(workflow_id)
-        return accepted
 
 
 # ======== 8a. Creation ========
@@ -3950,7 +3869,6 @@ class ApplySpecTest(ServiceTest):
         return spec
 
     def more(self, **job: Any) -> Dict[str, Any]:
-        """SPEC with another job."""
         return self.spec(jobs=[*self.SPEC['jobs'], dict({'command': 'c'}, **job)])
 
     def plan(self, spec: Any = SPEC, **changes: Any) -> Dict[str, Any]:
@@ -3960,7 +3878,6 @@ class ApplySpecTest(ServiceTest):
         return dict(body, **changes)
 
     def begin(self, spec: Any = SPEC) -> int:
-        """A workflow of a spec, initialized."""
         workflow_id = self.call('create_workflow_from_spec', self.plan(spec))['workflow_id']
         self.call('initialize_jobs', id=workflow_id)
         return workflow_id
@@ -3989,15 +3906,12 @@ class ApplySpecTest(ServiceTest):
         return ({row['change']: row['names'] for row in done['changes']}, {job['job_name']: job['reason'] for job in done['to_run']})
 
     def row(self, table: str, name: str) -> int:
-        """Id of the row of this name."""
         return self.store.value(f'SELECT id FROM {table} WHERE name = ?', (name,))
 
     def jobs(self, workflow_id: int) -> Dict[str, Dict[str, Any]]:
-        """Jobs by name."""
         return {job['name']: job for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
 
     def job_ids(self, workflow_id: int) -> Dict[str, int]:
-        """Ids of jobs by name."""
         return {name: job['id'] for name, job in self.jobs(workflow_id).items()}
 
     OUTCOMES = (    # what is edited; jobs that are added, changed and removed; jobs that run again
@@ -4045,6 +3959,7 @@ class ApplySpecTest(ServiceTest):
                 self.assertEqual({}, self.apply(workflow_id, spec)[0])
                 self.assertEqual({'completed'}, self.finish(workflow_id))
                 self.assertEqual(({}, {}), self.apply(workflow_id, spec))
+                self.assertEqual(self.shape(self.begin(spec), spec), self.shape(workflow_id, spec), 'a new one would be the same')
 
     def test_failed_and_canceled_jobs_run_again_with_what_waits_for_them_and_reasons_are_told(self):
         workflow_id = self.make(work_2='failed')
@@ -4082,11 +3997,10 @@ class ApplySpecTest(ServiceTest):
         made = self.make_by_hand(workflow_id)
         self.apply(workflow_id, self.SPEC)
         self.finish(workflow_id)
-        self.assertEqual(({'changed': ['prep']}, {}), self.apply(workflow_id, self.spec(jobs__prep={'priority': 1})))
         for table, row_id in made.items():
             self.assertEqual(row_id, self.store.value(f'SELECT id FROM {table} WHERE id = ?', (row_id,)), table)
         self.assertEqual(1, self.store.value('SELECT count(*) FROM job_output_user_data WHERE user_data_id = ?', (made['user_data'],)))
-        self.assertEqual(['extra', 'prep'], sorted(self.apply(workflow_id, self.more(name='extra', command='by hand'))[0]['changed']))
+        self.assertEqual(['extra'], self.apply(workflow_id, self.more(name='extra', command='by hand'))[0]['changed'])
         self.assertEqual({'removed': ['extra']}, self.apply(workflow_id, self.SPEC)[0])
 
     def test_what_was_changed_by_hand_becomes_what_the_file_says(self):
@@ -4174,81 +4088,17 @@ class ApplySpecTest(ServiceTest):
         self.assertEqual([403, 200], [self.ask('POST', path, body, caller=caller, is_owner=False)[0] for caller in ('eve', 'u')])
         self.assertEqual(['g'], self.call('get_workflow', id=workflow_id)['access_groups'])
 
-    def random_spec(self, chance: random.Random) -> Dict[str, Any]:
-        """A spec of a few names, so that two of them have much in common."""
-        def some(names: Sequence[str], most: int) -> List[str]:
-            return sorted(chance.sample(names, chance.randint(0, min(most, len(names)))))
-
-        def maybe(value: Any, none: Any = None) -> Any:
-            return value if chance.random() < 0.3 else none
-        names = [f'j{number}' for number in range(9) if chance.random() < 0.8] or ['j0']
-        files, made = [f'f{number}' for number in range(6)], [f'm{number}' for number in range(3)]
-        written, jobs = ['given'], []
-        for place, name in enumerate(names):
-            job = {'name': name, 'command': chance.choice('abc'), 'priority': maybe(1, 0), 'env': maybe({'X': chance.choice('12')}, {}),
-                   'depends_on': some(names[:place], 2), 'input_files': some(written, 2), 'output_files': [],
-                   'input_user_data': some(['d0', 'd1'], 1), 'output_user_data': [made.pop()] if made and maybe(True) else [],
-                   'resource_requirements': chance.choice(['default', 'r0', 'r1']), 'supports_termination': maybe(True, False)}
-            job.update(chance.choice([{}, {'scheduler': 's0'}, {'failure_handler': 'h0'}]))
-            if len(written) < len(files) and chance.random() < 0.4:
-                job['output_files'] = [files[len(written)]]
-                written.append(files[len(written)])
-            jobs.append(job)
-        commands = {'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands'}
-        return {
-            'name': 'w', 'env': maybe({'W': chance.choice('12')}, {}), 'jobs': jobs,
-            'execution_config': {'sigkill_headroom_seconds': chance.randint(1, 2)},
-            'actions': [dict(commands, commands=[chance.choice('xy')], jobs=some(names, 3) or names[:1]) for _ in range(chance.randint(0, 2))],
-            'files': [{'name': name, 'path': name + maybe('.x', '')} for name in ['given', *files]],
-            'user_data': [{'name': name, 'data': maybe({'a': 2}, 1)} for name in ('d0', 'd1')] + [{'name': f'm{number}'} for number in range(3)],
-            'resource_requirements': [*({'name': name, 'num_cpus': chance.randint(1, 3)} for name in ('r0', 'r1')),
-                                      *maybe([{'name': 'default', 'num_cpus': 2}], [])],
-            'slurm_schedulers': [{'name': 's0', 'account': chance.choice('ab')}],
-            'failure_handlers': [{'name': 'h0', 'rules': [{'exit_codes': [chance.randint(1, 2)]}]}]}
-
-    @staticmethod
-    def outcome_fields(spec: Dict[str, Any]) -> Dict[str, Any]:
-        """Job -> what it is given to run, and the jobs that it waits for."""
-        paths, data = {item['name']: item['path'] for item in spec['files']}, {item['name']: item.get('data') for item in spec['user_data']}
-        makers = {file: job['name'] for job in spec['jobs'] for file in job['output_files']}
-        return {job['name']: (
-            [job['command'], {**spec['env'], **job['env']}, job['depends_on'],
-             sorted(map(paths.get, job['input_files'])), sorted(map(paths.get, job['output_files'])),
-             [(name, data[name]) for name in job['input_user_data']], job['output_user_data']],
-            {*job['depends_on'], *map(makers.get, job['input_files'])}) for job in spec['jobs']}
-
-    def shape(self, workflow_id: int) -> Dict[str, Any]:
-        """A workflow by names."""
+    def shape(self, workflow_id: int, spec: Dict[str, Any]) -> Dict[str, Any]:
+        """A workflow by names, without data that its spec does not give, or that a job has written."""
+        given = {item['name'] for item in spec['user_data'] if item.get('data') and item['name'] != 'made'}
         asker = types.SimpleNamespace(
             pages=lambda op, **params: iter(self.call(op, **params)['items']),
             get_workflow=functools.partial(self.call, 'get_workflow'),
             get_workflow_actions=functools.partial(self.call, 'get_workflow_actions'))
         found = stored_shape(asker, workflow_id)
-        return dict(found, actions=sorted(found['actions'], key=json.dumps))
-
-    @slow
-    def test_any_edit_makes_the_workflow_that_a_new_one_would_be_and_runs_what_it_must(self):
-        """Random pairs of specs: the rows are those of a new workflow; a model says what is to run."""
-        for seed in range(25):
-            chance = random.Random(seed)
-            old, new = self.random_spec(chance), self.random_spec(chance)
-            statuses = ['completed'] * 5 + ['failed', 'terminated']
-            ends = {job['name']: chance.choice(statuses) for job in old['jobs']}
-            with self.subTest(seed=seed), self.undone():
-                workflow_id = self.make(old, **ends)
-                before = self.jobs(workflow_id)
-                to_run = self.apply(workflow_id, new)[1]
-                self.assertEqual(self.shape(self.begin(new)), self.shape(workflow_id))
-                had, has, again = self.outcome_fields(old), self.outcome_fields(new), set()
-                for name, (given, prerequisites) in has.items():        # in the order of their prerequisites
-                    done = before.get(name, {}).get('status') == 'completed'
-                    if not done or had[name][0] != given or again & prerequisites:
-                        again.add(name)
-                self.assertEqual(again, set(to_run))
-                ids = {name: job_id for name, job_id in self.job_ids(workflow_id).items() if name in before}
-                self.assertEqual({name: before[name]['id'] for name in ids}, ids)
-                self.assertEqual({'completed'}, self.finish(workflow_id))
-                self.assertEqual(({}, {}), self.apply(workflow_id, new))
+        for job in found['jobs']:
+            job.pop('compute_node_id', None)
+        return dict(found, user_data=[dict(item, data=item['name'] in given and item['data']) for item in found['user_data']])
 
 
 class ProvenanceTest(ServiceTest):
@@ -4275,7 +4125,6 @@ class ProvenanceTest(ServiceTest):
                   id=self.workflow_id)
 
     def entities(self) -> Dict[str, Any]:
-        """@id -> metadata."""
         items = self.call('list_ro_crate_entities', id=self.workflow_id)['items']
         for item in items:
             self.assertEqual((item['entity_id'], item['entity_type']), (item['metadata']['@id'], item['metadata']['@type'][0]))
@@ -4345,23 +4194,12 @@ class ProvenanceTest(ServiceTest):
             self.assertEqual('2026-01-01T00:10:00.000Z', found[run['@id']]['endTime'])
             self.assertEqual(9 + 3 * (run_id - 1), len(found), 'files, plan and action are renewed; runs and programs are added')
 
-    def test_runners_of_others_describe_their_jobs_themselves(self):
-        self.call('initialize_jobs', id=self.workflow_id)
-        before, node_id = self.entities(), self.node(self.workflow_id)
-        for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']:
-            result = dict(self.end(job), workflow_id=self.workflow_id, run_id=1, compute_node_id=node_id)
-            self.call('complete_job', result, job_id=job['id'], status='completed', run_id=1)
-        before['#torc-run-id-1']['endTime'] = '2026-01-01T00:10:00.000Z'
-        self.assertEqual(before, self.entities())
-
     def test_nothing_is_added_where_it_is_not_wanted(self):
         self.store.run('DELETE FROM ro_crate_entity')
         self.call('update_workflow', {'enable_ro_crate': False}, id=self.workflow_id)
         self.hash_input('c0de', 1700000000.5)
         self.call('initialize_jobs', id=self.workflow_id)
-        self.store.run("INSERT INTO ro_crate_entity (workflow_id, entity_id, entity_type, metadata) VALUES (?, '#torc-run-id-1', 'x', ?)",
-                       (self.workflow_id, '{"@id": "#torc-run-id-1", "@type": ["x"]}'))      # of others
-        self.assertEqual({'#torc-run-id-1': {'@id': '#torc-run-id-1', '@type': ['x']}}, self.run_it(1700000100.0))
+        self.assertEqual({}, self.entities())
 
 
 # ======== 8c. Claims ========
@@ -4469,11 +4307,6 @@ class ClaimTest(PlacesTest):
           want n1 2/3/0 8/8/0 6/8/1 8/8/0 of=8/8/0,8/8/0,8/8/1,8/8/0 -> placed=gpu:2,big:1,j0:0,j1:2
           want n1 2/3/0 8/8/0 6/8/1 8/8/0 of=8/8/0,8/8/0,8/8/1,8/8/0 -> placed=pair:1+3
 
-        a claim names what its nodes have
-          j
-          node n1; want n1 1/1/0 of=1/1/0,1/1/0 -> refused='nodes has 1 entries, and sizes 2'
-          want n1 of=1/1/0 -> refused='nodes has 0 entries, and sizes 1'
-
         what no node has is told from the largest of them
           odd 9 / pair 1 1g - 3
           want n1 8/1/0 4/2/1 -> told='odd: 9 CPUs, and this runner has 8 (--num-cpus),pair: 3 nodes, and this runner has 2'
@@ -4492,12 +4325,10 @@ class ClaimTest(PlacesTest):
 
         whether jobs are left that a node may take is told by their labels
           plain / tagged 1 1g - 1 PT1M a,b
-          want n1 limit=0 -> has_jobs_for_node=true
           want n2 limit=0 labels=c,b,a -> has_jobs_for_node=true
           want n3 limit=0 labels=a -> has_jobs_for_node=false
           set tagged disabled; want n2 limit=0 labels=c,b,a -> has_jobs_for_node=false
           want n1 limit=0 -> has_jobs_for_node=true
-          set plain disabled; want n1 limit=0 -> has_jobs_for_node=false
 
         there is nothing to wait for when nobody can take what is ready
           big 9
@@ -4512,10 +4343,6 @@ class ClaimTest(PlacesTest):
         what a job needs and a runner will never have is told, with the option
           odd CELLS / fine
           want n1 4/8/0 time_limit=PT12M -> got=fine told='odd: WHAT'
-
-        and if there is nothing else it need not wait
-          odd CELLS
-          want n1 4/8/0 time_limit=PT12M -> claimable=false reason='jobs such as odd cannot run here: they need WHAT'
         '''
 
     def do_offer(self, cpus: str, gib: str, nodes: str = '1', **options: str) -> None:
@@ -4560,12 +4387,12 @@ class CompletionTest(ScenarioTest):
     ENDS = '''
         an end counts once, and another end of the same attempt is refused
           a / b: a
-          claim n1 a; END a -> a=completed b=ready results=a#1:0:completed
-          END a failed:3 -> refused='is already complete, as completed with return code 0'
+          claim n1 a; end a -> a=completed b=ready results=a#1:0:completed
+          end a failed:3 -> refused='is already complete, as completed with return code 0'
 
         a run that is over changes nothing
           a
-          claim n1 a; reset forced; init; END a run=1 -> refused='run 1 of workflow'
+          claim n1 a; reset forced; init; end a run=1 -> refused='run 1 of workflow'
           batch a run=1 -> refused='run 1 of workflow' results=
 
         run 0 is the first run until that is reset
@@ -4577,47 +4404,61 @@ class CompletionTest(ScenarioTest):
 
         a retry leaves the failed attempt's result and makes the next one ready
           a / b: a
-          claim n1 a; END a failed:9 max_retries=3 -> a=ready#2 b=blocked results=a#1:9:failed
-          claim n1 a; END a#1 -> refused='attempt 1'
-          END a -> a=completed#2 b=ready results=a#1:9:failed,a#2:0:completed current=a#2
+          claim n1 a; end a failed:9 max_retries=3 -> a=ready#2 b=blocked results=a#1:9:failed
+          claim n1 a; end a#1 -> refused='attempt 1'
+          end a -> a=completed#2 b=ready results=a#1:9:failed,a#2:0:completed current=a#2
 
         without retries a failure is one
           a
-          claim n1 a; END a failed:9 max_retries=0 -> a=failed#1
+          claim n1 a; end a failed:9 max_retries=0 -> a=failed#1
 
         an attempt that was interrupted leaves its result and makes the next one ready
           a / b: a
-          claim n1 a; END a terminated:143 interrupted=true reason=stopped -> a=ready#2 b=blocked events=job_terminated,job_retried
+          claim n1 a; end a terminated:143 interrupted=true reason=stopped -> a=ready#2 b=blocked events=job_terminated,job_retried
           claim n2 a -> interruptions=a:1 results=a#1:143:terminated
-          END a#1 by=n1 -> refused='attempt 1 of job'
+          end a#1 by=n1 -> refused='attempt 1 of job'
 
         an interruption spends no retry
           a / b: a
-          claim n1 a; END a terminated:1 interrupted=true; claim n1 a; END a terminated:1 interrupted=true -> a=ready#3
-          claim n1 a; END a failed max_retries=2; claim n1 a; END a terminated:1 interrupted=true -> a=ready#5
-          claim n1 a; END a failed max_retries=2 -> a=failed b=canceled
+          claim n1 a; end a terminated:1 interrupted=true; claim n1 a; end a terminated:1 interrupted=true -> a=ready#3
+          claim n1 a; end a failed max_retries=2; claim n1 a; end a terminated:1 interrupted=true -> a=ready#5
+          claim n1 a; end a failed max_retries=2 -> a=failed b=canceled
           retry a 2 -> refused='has used its 2 attempts'
           retry a 3 -> a=ready#6
 
         what was interrupted but ended by itself is judged as always
           a / b: a
-          claim n1 a; END a failed:3 interrupted=true reason='no such file' -> a=failed b=canceled why_a='no such file'
+          claim n1 a; end a failed:3 interrupted=true reason='no such file' -> a=failed b=canceled why_a='no such file'
 
         of a canceled workflow an interrupted job stays canceled
           a / b: a
           claim n1 a; cancel; sync n1 -> is_canceled=true
-          END a terminated:143 interrupted=true -> a=canceled b=canceled results=a#1:143:canceled
+          end a terminated:143 interrupted=true -> a=canceled b=canceled results=a#1:143:canceled
 
         what a retry makes ready again waits for what has yet to run
           a / b: a / c: b
           complete b failed -> a=ready b=failed c=canceled
           retry b 2 -> b=blocked#2
-          claim n1 a; END a; claim n1 b; END b -> b=completed#2 c=canceled
 
         a disabled job counts as one that has finished well
           a / b: a
           set a disabled -> a=disabled b=ready ended=
           set b disabled -> complete=true ended=1
+
+        a new run begins with attempt 1, also of what failed, waits or was canceled
+          a / b / c
+          claim n1 a b c; end a failed; end b terminated:1 interrupted=true; cancel; end c canceled; reset; reset jobs; init
+          claim n1 a b c -> a=pending#1 b=pending#1 c=pending#1 interruptions=
+          end a; end b; end c -> a=completed b=completed c=completed
+
+        a new run begins with attempt 1 of what was not set back either
+          a
+          claim n1 a; end a terminated:1 interrupted=true; reset; claim n1 a -> a=pending#1 interruptions=
+
+        a change after the end of what nobody has claimed is seen
+          a
+          complete a -> changed=
+          put a command=other -> changed=a
         '''
     NAMES = '''
         a job that is set back within a run goes on counting
@@ -4629,17 +4470,6 @@ class CompletionTest(ScenarioTest):
           claim n1 a; TAKE; claim n1 a -> a=pending#2
           end a#1 -> refused='attempt 1 of job'
           end a -> a=completed#2
-        '''
-    RUNS = '''
-        a new run begins with attempt 1, also of what failed, waits or was canceled
-          a / b / c
-          claim n1 a b c; end a failed; end b terminated:1 interrupted=true; cancel; end c canceled; reset; reset jobs; init
-          claim n1 a b c -> a=pending#1 b=pending#1 c=pending#1 interruptions=
-          end a; end b; end c -> a=completed b=completed c=completed
-
-        a new run begins with attempt 1 of what was not set back either
-          a
-          claim n1 a; end a terminated:1 interrupted=true; reset; claim n1 a -> a=pending#1 interruptions=
         '''
     WAYS = ('complete', 'batch', 'end', 'replay')
     ANY_WAY = '''
@@ -4654,39 +4484,16 @@ class CompletionTest(ScenarioTest):
           WAY b -> a=ready b=completed c=ready d=ready due=on_jobs_complete results=b#1:0:completed
           claim n1 a c d
 
-        and that of one that is not initialized
-          a / b: a / c: b | on_jobs_ready b | on_jobs_complete b
-          reset jobs; WAY b -> a=uninitialized b=completed c=uninitialized due=on_jobs_complete
-
         what another node holds cannot end
           a / b: a
           node n2; claim n1 a; WAY a by=n2 -> refused='held by compute node' a=pending
           start a; WAY a by=n2 -> refused='held by compute node' a=running
           cancel; WAY a by=n2 -> refused='held by compute node' a=canceled results=
           WAY a -> a=canceled results=a#1:0:canceled
-
-        what has no attempt left cannot end
-          a / b: a / c
-          node n1; set c disabled; WAY c -> refused='is already complete, as disabled'
-          cancel; WAY b -> refused='is already complete, as canceled'
-        '''
-    EDITED = '''
-        a change after the end of what nobody has claimed is seen
-          a
-          set a BEFORE; complete a -> changed=
-          put a command=other -> changed=a
-
-        what is set to work again has another attempt, which can end, and be lost with its node
-          a / b / c
-          complete a; set a BEFORE; complete a#2 -> a=completed results=a#1:0:completed,a#2:0:completed
-          claim n1 b c; end b; end c; set b running; set c pending; delete n1 -> b=failed c=ready
         '''
 
-    @slow
     def test_ends_count_once_and_what_follows_from_them_follows(self):
-        for end in ('end', 'replay'):
-            self.assertScenarios(self.ENDS, END=end)
-        self.assertScenarios(self.RUNS)
+        self.assertScenarios(self.ENDS)
 
     def test_the_name_of_an_attempt_never_comes_twice(self):
         set_back, begin_anew = 'set a uninitialized; reinit', 'cancel; reset jobs; init'
@@ -4698,16 +4505,6 @@ class CompletionTest(ScenarioTest):
     def test_every_way_of_an_end_follows_the_same_rules(self):
         for way in self.WAYS:
             self.assertScenarios(self.ANY_WAY, WAY=way)
-        for before in ('ready', 'pending', 'running'):
-            self.assertScenarios(self.EDITED, BEFORE=before)
-
-    def test_run_zero_of_a_workflow_that_was_never_initialized_is_its_first(self):
-        self.begin('a')
-        self.store.run('UPDATE workflow SET run_id = 0')
-        for line in ("complete a run=0 -> a=completed results=a#1:0:completed",
-                     "init; complete a run=0 -> refused='already complete'",
-                     "batch a failed run=0 -> refused='is already complete' a=ready"):
-            self.act(line)
 
     def test_a_batch_is_accepted_entry_by_entry(self):
         self.begin('a')
@@ -4762,11 +4559,6 @@ class SpawnTest(ScenarioTest):
           over main lineage=L -> iteration=2 lineages=L__g000001,M_%__g000007__g000001,L__g000002,L__final
           spawn main e lineage=M_%__g000007 -> iteration=2
 
-        a new generation ends the word of the end
-          main
-          claim n1 main; start main; over main -> lineages=main__final
-          spawn main a -> lineages=main__g000001
-
         what a job spawned goes when it starts over, and what that spawned
           main / other
           claim n1 main other; start main other; spawn main work next; end main; end other; claim n1 work next; start next
@@ -4779,16 +4571,6 @@ class SpawnTest(ScenarioTest):
           claim n1 main; start main; spawn main work next; end main; claim n1 work next; start next
           spawn next more lineage=main; end next; claim n1 more; end more; end work; set next uninitialized; reinit
           -> jobs=main,work,next main=completed work=completed next=ready lineages=main__g000001
-
-        nothing goes that a runner has in hand
-          main
-          claim n1 main; start main; spawn main a b; end main; claim n1 a limit=1; set main uninitialized; reinit
-          -> jobs=main,a main=ready a=pending
-
-        they survive a restart of the server
-          main
-          claim n1 main; start main; spawn main a 'b: a'; server; spawn main a 'b: a' -> iteration=1 jobs=main,a,b
-          end main -> main=completed a=ready b=blocked
         '''
 
     def test_what_they_wait_for_and_when_they_go(self):
@@ -4822,17 +4604,13 @@ class SpawnTest(ScenarioTest):
                 ([{'name': 'a', 'depends_on': ['b']}, {'name': 'b', 'depends_on': ['a']}], 'wait for each other: a -> b -> a'),
                 ([{'name': 'a', 'depends_on': ['nobody']}], "job 'nobody' of its depends_on not found"),
                 ([{'name': 'a', 'resource_requirements': 'huge'}], "resource requirements 'huge' not found"),
-                ([{'name': 'a', 'priority': -1}], 'priority is -1'),
-                ([{'name': 'a', 'labels': ['a,b']}], 'without commas and outer blanks'),
                 ([{'name': 'a', 'priorty': 1}], "there is no field jobs[0].priorty, did you mean 'priority'?"),
                 ([{'name': 'late'}], "has a job 'late' already, which lineage 'main' did not spawn"),
                 ([{'name': 'old'}, {'name': 'new'}], "has spawned 'old' before, but not all")):
             with self.subTest(text):
                 self.assertRefused(text, 'spawn_jobs', {'jobs': [dict(row, command='x') for row in rows]}, id=job_id)
-        self.assertRefused('jobs[0].command is missing', 'spawn_jobs', {'jobs': [{'name': 'a'}]}, id=job_id)
         self.assertRefused("has a job 'old' already, which lineage 'other'", 'spawn_jobs',
                            {'jobs': [old], 'lineage': 'other'}, id=job_id)
-        self.assertRefused('job 999 not found', 'spawn_jobs', {'jobs': []}, id=999)
         self.assertUnchanged(before)
 
 
@@ -4874,11 +4652,6 @@ class ExplanationTest(ScenarioTest):
         a lost node is the reason of its jobs
           a
           claim n1 a; start a; delete n1 -> why_a='compute node n1 (h), which ran it, went away'
-
-        each failed attempt is an event, and the reason of each is kept
-          a / b / c
-          claim n1 a b c; end a failed:3 reason=first max_retries=3; claim n1 a; end a failed:3; complete b terminated; end c
-          -> events=job_failed,job_retried,job_failed,job_terminated reasons=a#1:first,a#2:,b#1:,c#1:
 
         a result says that its attempt was taken from its runner
           a
@@ -5048,13 +4821,6 @@ class NodeTest(ScenarioTest):
           # its transaction was carried out again
           number n1 2 -> a=pending b=ready
           number n1 3 -> a=pending b=ready
-
-        what was never started spends no retry
-          a
-          claim n1 a; lose n1; claim n2 a; lose n2; claim n3 a; lose n3 -> a=ready#4
-          claim n4 a -> interruptions=a:3
-          end a failed max_retries=2 -> a=ready#5
-          claim n4 a; end a failed max_retries=2 -> a=failed#5
         '''
 
     COME_BACK = '''
@@ -5077,10 +4843,6 @@ class NodeTest(ScenarioTest):
         a retry that has not begun gives way to the attempt that came back
           a / b: a
           claim n1 a; start a; lose n1; retry a; WAY a by=n2 -> a=completed#1 b=ready results=a#1:0:completed
-
-        in a canceled workflow nothing waits again
-          a / b: a / c
-          claim n1 a c; start a; lose n1; cancel; WAY a by=n2 -> a=completed b=canceled c=canceled
 
         an end counts after its node was deleted
           a / b: a
@@ -5120,10 +4882,6 @@ class NodeTest(ScenarioTest):
           back n2 a -> due=
           end a by=n2 -> due=on_jobs_ready
           claim n2 b c; end b -> due=on_jobs_complete,on_jobs_ready
-
-        a failure that comes late is retried as any other
-          a / b: a
-          claim n1 a; start a; lose n1; end a failed:3 by=n2 max_retries=3 -> a=ready#2 b=blocked
         '''
 
     def see_wall(self) -> List[str]:
@@ -5146,14 +4904,6 @@ class NodeTest(ScenarioTest):
         self.act('node n1')
         self.store.now = lambda: self.clock + 3600
         self.act('look -> released= active=n1')
-
-    def test_the_server_looks_for_lost_nodes_as_long_as_one_is_active(self):
-        self.begin('a')
-        found = []
-        for line in ('', 'node n1', 'leave n1'):
-            self.act(line)
-            found.append(torc.tend(self.service))
-        self.assertEqual([False, True, False], found)
 
     def test_what_says_nothing_new_writes_nothing(self):
         workflow_id = self.create('a:')
@@ -5220,12 +4970,10 @@ class StepAccountsTest(ServiceTest):
         self.jobs = self.claim(self.workflow_id, self.node_id)
 
     def account(self, attempt_id: int = 1, **figures: Any) -> Any:
-        """A turn with a row of the accounting of job a."""
         row = dict({'job_id': self.jobs['a']['id'], 'attempt_id': attempt_id, 'slurm_job_id': '7'}, **figures)
         return self.sync(self.workflow_id, self.node_id, accounting=[row])
 
     def finish(self, **figures: Any) -> Any:
-        """A turn with the end of job a, after 30 s."""
         return self.sync(self.workflow_id, self.node_id, completions=[self.end(self.jobs['a'], **figures)])
 
     FIGURES = ('peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent')
@@ -5260,12 +5008,7 @@ class StepAccountsTest(ServiceTest):
         self.assertEqual({'workflow_id': self.workflow_id, 'job_id': self.jobs['a']['id'], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '7',
                           'max_rss_bytes': 120, 'max_vm_size_bytes': 9, 'max_disk_read_bytes': 0, 'ave_cpu_seconds': 1.5, 'node_list': 'n1'}, row)
 
-    def test_attempts_have_their_own_rows_and_jobs_of_others_none(self):
-        stranger, = self.call('list_jobs', workflow_id=self.create('x:'))['items']
-        for job_id in (stranger['id'], 10 ** 9):
-            answer = self.sync(self.workflow_id, self.node_id, accounting=[{'job_id': job_id, 'attempt_id': 1, 'max_rss_bytes': 1}])
-            self.assertEqual([], answer['errors'])
-        self.assertEqual(0, self.store.value('SELECT count(*) FROM slurm_stats'))
+    def test_attempts_have_their_own_rows(self):
         self.finish(status='terminated', code=143, interrupted=True)
         self.jobs.update(self.claim(self.workflow_id, self.node_id))
         self.account(1, max_rss_bytes=100)
@@ -5281,10 +5024,7 @@ class WaitingTest(PlacesTest):
         ScenarioTest.CALLS, scheduled=lambda self: self.call('claim_action', {}, workflow_id=self.workflow_id, action_id=self.action_id),
         retried=lambda self, job: self.store.run("UPDATE job SET origin = 'retry' WHERE id = ?", (self.job_id(job),)))
     SEES = dict(
-        PlacesTest.SEES, lacking=lambda self: [lack['name'] for lack in self.waiting()['ready'][0]['lacks']],
-        unless_A=lambda self: self.see_ready(ended=self.given_allocations[:1]),    # if the first allocation is known to be over
-        allocations=lambda self: ['{}:{slurm_job_id}:{status}:{scheduler_name}:{num_runners}:{remaining_seconds}'.format(name, **row)
-                                  for name, row in zip('ABC', self.waiting()['allocations'])])
+        PlacesTest.SEES, lacking=lambda self: [lack['name'] for lack in self.waiting()['ready'][0]['lacks']])
     SCENARIOS = '''
         jobs without a runner wait for one, and those that need the same are one group
           a / b 2 / c 1 1g - 1 PT1M - - a
@@ -5307,16 +5047,6 @@ class WaitingTest(PlacesTest):
           a
           leave n1 'no job is started' -> said='...compute node n1 (h) left: no job is started...'
 
-        an allocation that is requeued is awaited until its runner is back
-          a
-          allocate 71 active -> ready=a:allocation:1 because='a: waits for allocation A (scheduler s)' unless_A=a:no_runner:1
-          node n1 job=71 -> ready=a:next_turn:1
-
-        allocations are listed with their runners and the time that these have left
-          a
-          allocate 71 active; allocate 72; allocate 70 complete; node n1 job=71 left=60; node n2 job=71 left=90
-          -> allocations=A:71:active:s:2:90,B:72:pending:s:0:None
-
         it is told which ready jobs no allocation has time for: those that runners would begin, the grace included
           long 1 1g - 1 PT72H / short 1 1g - 1 PT1H / labelled 1 1g - 1 PT90H gpu
           -> time=0,None,None
@@ -5331,6 +5061,13 @@ class WaitingTest(PlacesTest):
           allocate 71
           -> because='slow: LACKS a runtime of PT1H5M, and allocation A (scheduler s) has PT1H left (walltime),label: LACKS a runner with --label x,...'
           -> ready=slow:lacks:1,label:lacks:1,fits:allocation:1
+
+        what jobs lack in an allocation is told with both amounts and the field
+          fat 1 5g - 1 PT1H / gpus 1 1g 3 1 PT1H / wide 1 1g - 3 / cpus 65 1g - 1 PT1H | walltime=01:00:00 mem=4G gres=gpu:2 nodes=2 ntasks_per_node=64
+          allocate 71 -> because='...fat: LACKS 5.0GB of memory, and allocation A (scheduler s) has 4.0GB (mem)...'
+          -> because='...gpus: LACKS 3 GPUs, and allocation A (scheduler s) has 2 (gres)...'
+          -> because='...wide: LACKS 3 nodes, and allocation A (scheduler s) has 2 (nodes)...'
+          -> because='...cpus: LACKS 65 CPUs, and allocation A (scheduler s) has 64 (ntasks_per_node)...'
 
         what fits an allocation in the queue is planned, and what fits none is not
           small / retried / large 1 9g / labelled 1 9g - 1 PT1M x / blocked 1 9g - 1 PT1M - - small | walltime=01:00:00 mem=2G
@@ -5347,13 +5084,6 @@ class WaitingTest(PlacesTest):
           schedule gated later -> unplanned=other
           scheduled -> unplanned=gated,other
         '''
-    ROOMLESS = '''
-        what a job lacks in an allocation is told with both amounts and the field
-          odd CELLS | walltime=01:00:00 mem=4G gres=gpu:2 nodes=2 ntasks_per_node=64
-          allocate 71 -> because='odd: LACKS WHAT, and allocation A (scheduler s) has HAS'
-        '''
-    FIELDS = (('1 5g - 1 PT1H', '5.0GB of memory', '4.0GB (mem)'), ('1 1g 3 1 PT1H', '3 GPUs', '2 (gres)'), ('1 1g - 3', '3 nodes', '2 (nodes)'),
-              ('65 1g - 1 PT1H', '65 CPUs', '64 (ntasks_per_node)'))
     LACKING = '''
         each thing that a runner lacks is told with both amounts and the option
           odd CELLS / fine 1 1g - 1 PT12M
@@ -5392,7 +5122,6 @@ class WaitingTest(PlacesTest):
             {'scheduler_config_id': self.schedulers, 'scheduler': {'slurm_job_id': int(job)}} if job else {}))
 
     def do_schedule(self, *jobs: str) -> None:
-        """When these jobs are ready, an action is to submit an allocation."""
         self.action_id = self.call('create_workflow_action', {
             'workflow_id': self.workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes', 'job_ids': list(map(self.job_id, jobs)),
             'action_config': {'scheduler_id': self.schedulers + 1, 'num_allocations': 1}}, workflow_id=self.workflow_id)['id']
@@ -5403,7 +5132,6 @@ class WaitingTest(PlacesTest):
         return self.names(found['job_ids'])
 
     def do_allocate(self, slurm_job_id: str, status: str = 'pending', max_parallel_jobs: str = '') -> None:
-        """An allocation of the first scheduler."""
         number = self.call('create_scheduled_compute_node', {
             'workflow_id': self.workflow_id, 'scheduler_id': int(slurm_job_id), 'scheduler_config_id': self.schedulers,
             'status': status, 'scheduler_type': 'slurm'})['id']
@@ -5415,8 +5143,8 @@ class WaitingTest(PlacesTest):
         super().begin(line)
         self.given_allocations = []     # type: List[int]
 
-    def waiting(self, **more: Any) -> Any:
-        return self.call('explain_waiting', workflow_id=self.workflow_id, **more)
+    def waiting(self) -> Any:
+        return self.call('explain_waiting', workflow_id=self.workflow_id)
 
     def named(self, text: str) -> str:
         """A reason with the names of these scenarios in place of ids."""
@@ -5425,9 +5153,9 @@ class WaitingTest(PlacesTest):
                  **{f'scheduler {self.schedulers + place}': f'scheduler {name}' for place, name in enumerate('st')}}
         return re.sub(r'(compute node|allocation|scheduler) \d+', lambda match: names[match.group()], text)
 
-    def see_ready(self, **more: Any) -> List[str]:
+    def see_ready(self) -> List[str]:
         """'first job:code:number' of each group."""
-        return ['{job_name}:{code}:{count}'.format(**group) for group in self.waiting(**more)['ready']]
+        return ['{job_name}:{code}:{count}'.format(**group) for group in self.waiting()['ready']]
 
     def see_because(self) -> List[str]:
         return [self.named(f"{group['job_name']}: {group['reason']}") for group in self.waiting()['ready']]
@@ -5455,8 +5183,6 @@ class WaitingTest(PlacesTest):
         self.assertScenarios(self.SCENARIOS)
         for cells, name, what in LACKS:
             self.assertScenarios(self.LACKING, CELLS=cells, NAME=name, WHAT=what.replace('NODE', 'compute node n1 (h)'))
-        for cells, what, has in self.FIELDS:
-            self.assertScenarios(self.ROOMLESS, CELLS=cells, WHAT=what, HAS=has)
         for scheduler, defaults, code in self.CONFIGS:
             self.assertScenarios(self.OPEN, SCHEDULER=scheduler, DEFAULTS=defaults, CODE=code)
 
@@ -5495,38 +5221,19 @@ class WaitingTest(PlacesTest):
         self.store.run("UPDATE workflow_action SET failure = 'sbatch: no' WHERE id = ?", (number,))
         self.assertEqual((['a:no_runner:2'], 'failed: sbatch: no'), (self.see_ready(), self.see_actions()[3]))
 
-    def test_its_cost_grows_with_the_kinds_of_jobs_only_and_not_with_those_that_wait_for_the_same(self):
-        def statements(jobs: Iterable[str], found: str) -> int:
-            calls = []      # type: List[str]
-            self.begin(' / '.join(jobs))
-            self.store.connection.set_trace_callback(lambda text: calls.append(text) if not text.startswith('--') else None)
-            self.assertEqual([found], self.see_ready())
-            self.store.connection.set_trace_callback(None)
-            return len(calls)
-        # the columns of a table are asked for once
-        _, few, many, others = (statements((f'j{i} {i // alike + 1}' for i in range(count)), f'j0:no_runner:{count}')
-                                for count, alike in ((1, 1), (20, 20), (200, 200), (40, 1)))
-        self.assertEqual((few, few), (many, others))
-
-    def test_of_very_many_groups_those_with_the_most_jobs_are_told(self):
-        self.begin(' / '.join(f'j{i} {i + 5}' for i in range(torc.WAITING_EXPLAINED + 9)))
-        self.act('node n1')
-        self.assertEqual((torc.WAITING_EXPLAINED, {'lacks:1'}), (len(self.see_ready()), {row.partition(':')[2] for row in self.see_ready()}))
-
     def test_the_time_that_is_left_is_set_beside_the_run_times_of_ready_jobs(self):
         self.begin('a 1 1g - 1 PT1M / b 1 1g - 1 PT20M / c 1 1g - 1 PT30M / d 1 1g - 1 PT2H')
-        found = {'workflow_id': self.workflow_id, 'active_allocations': 0, 'allocations_with_walltime': 0, 'allocations_unlimited': 0,
-                 'has_unlimited_allocation': False, 'ready_jobs': 4, 'ready_jobs_with_runtime': 4, 'allocation_remaining': None,
-                 'ready_job_runtime': {'count': 4, 'min_seconds': 60, 'median_seconds': 1500, 'max_seconds': 7200},
-                 'runtime_blocked_jobs': 0, 'allocations_too_short_for_longest': 0, 'runtime_blocked': False}
-        left = {'count': 3, 'min_seconds': 600, 'median_seconds': 1200, 'max_seconds': 1800}
-        for nodes, change in (('', {}), ('node n1 left=600; node n2 left=1200; node n3 left=1800', dict(
-                active_allocations=3, allocations_with_walltime=3, allocation_remaining=left, runtime_blocked_jobs=1,
-                allocations_too_short_for_longest=3, runtime_blocked=True)), ('node n4', dict(
-                    active_allocations=4, allocations_unlimited=1, has_unlimited_allocation=True, runtime_blocked_jobs=0, runtime_blocked=False))):
+        found = {'ready_job_runtime': {'count': 4, 'min_seconds': 60, 'median_seconds': 1500, 'max_seconds': 7200}}     # type: Dict[str, Any]
+        for nodes, change in (('', dict(active_allocations=0, allocation_remaining=None, runtime_blocked=False)),
+                              ('node n1 left=600; node n2 left=1200; node n3 left=1800', dict(
+                                  active_allocations=3, allocations_with_walltime=3, runtime_blocked_jobs=1, allocations_too_short_for_longest=3,
+                                  runtime_blocked=True, allocation_remaining={
+                                      'count': 3, 'min_seconds': 600, 'median_seconds': 1200, 'max_seconds': 1800})),
+                              ('node n4', dict(active_allocations=4, allocations_unlimited=1, runtime_blocked_jobs=0, runtime_blocked=False))):
             self.act(nodes)
             found.update(change)
-            self.assertEqual(found, self.call('diagnose_workflow', workflow_id=self.workflow_id))
+            answer = self.call('diagnose_workflow', workflow_id=self.workflow_id)
+            self.assertEqual(found, {key: answer[key] for key in found})
 
 
 class SubmissionRecordTest(ScenarioTest):
@@ -5579,11 +5286,6 @@ class SubmissionRecordTest(ScenarioTest):
           a | on_workflow_start num_allocations=1000000000
           take action -> refused='1000000000 allocations are more than Slurm takes: at most 10000'
 
-        without its scheduler nothing is submitted and nobody is held up
-          a
-          take new=1; unschedule; take action -> refused='not found in workflow'
-          take -> got= left=0 records=
-
         what on_jobs_ready names is all that its allocations are for
           a / b | on_jobs_ready a
           claim n1 a b; end a; take action -> got= idle=1 action=true:
@@ -5602,10 +5304,6 @@ class SubmissionRecordTest(ScenarioTest):
           lose n1; turn n2 -> due=1
           fail n2 -> due= action='false:no sbatch' records=
           take action -> got=1+ action=true:
-
-        what slurm has said stays when the command of a runner fails for it
-          a / b: a | on_jobs_complete a
-          claim n1 a; end a; turn n1; take action; take 1='no account'; fail n1 -> due= action='false:2 allocations were refused by Slurm: no account'
         '''
     IDLE = '''
         nothing is submitted for jobs that have nothing left to do
@@ -5630,7 +5328,6 @@ class SubmissionRecordTest(ScenarioTest):
         self.ids = []   # type: List[int]
 
     def place(self, row_id: int) -> int:
-        """The number of an allocation."""
         if row_id not in self.ids:
             self.ids.append(row_id)
         return self.ids.index(row_id) + 1
@@ -5647,18 +5344,11 @@ class SubmissionRecordTest(ScenarioTest):
         self.see_records()
 
     def do_turn(self, node: str) -> None:
-        """A runner's turn, which can submit."""
         self.turn(node, actions=list(torc.TRIGGERS), submits=True)
 
     def do_fail(self, node: str) -> None:
-        """The same; the command for its action has failed."""
         self.turn(node, action_results=[{'action_id': self.action_id, 'success': False, 'message': 'no sbatch'}])
         self.do_turn(node)
-
-    def do_unschedule(self) -> None:
-        """Another scheduler is made, and the action's own is deleted."""
-        self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})
-        self.call('delete_slurm_scheduler', id=self.scheduler_id)
 
     def see_got(self) -> List[str]:
         row = self.answer['allocation']
@@ -5726,38 +5416,6 @@ class UpdatesTest(ScenarioTest):
         return [':'.join((item.event_type, item.severity, item.data.get('job_name') or item.data.get('user') or ''))
                 for item in self.service.take_updates()]
 
-    def test_what_is_told_of_a_start_and_of_jobs_and_nodes_has_the_known_keys(self):
-        self.begin('a')
-        self.call('initialize_jobs', id=self.workflow_id, **{'async': True})
-        self.assertEqual(['workflow_started:info:tester', 'task_completed:info:tester'], self.see_told())
-        self.act('claim n1 a; start a; end a failed:3 reason=why; delete n1')
-        node = dict(self.process('n1'), compute_node_id=self.nodes['n1'], hostname='h', compute_node_type='local')
-        del node['identity']
-        job = {'job_id': self.job_id('a'), 'job_name': 'a'}
-        self.assertEqual([
-            ('compute_node_started', dict(node, num_cpus=4, memory_gb=8.0, num_gpus=0)),
-            ('job_started', dict(job, compute_node_id=self.nodes['n1'], run_id=1)),
-            ('job_failed', dict(job, status='failed', return_code=3, message='why')),
-            ('workflow_completed', {'category': 'workflow_completed', 'workflow_id': self.workflow_id, 'run_id': 1, 'last_result_id': 1,
-                                    'message': f'Workflow {self.workflow_id} has ended: 1 failed', 'jobs_by_status': {'failed': 1}}),
-            ('compute_node_stopped', dict(node, duration_seconds=None))],
-            [(item.event_type, item.data) for item in self.service.take_updates()])
-        self.service.watched = {self.workflow_id + 1}
-        self.act('reset; claim n2 -; cancel')
-        self.assertEqual([], self.service.updates)      # nothing is kept while nobody listens
-
-    def test_updates_that_are_rolled_back_are_not_sent(self):
-        self.begin('a')
-        for kept, transaction in (('kept', self.service.transaction), ('', lambda: self.service.dropping_updates(self.store.transaction(), False))):
-            with transaction():
-                torc.announce(self.context, self.workflow_id, 'kept', {})
-                with contextlib.suppress(torc.Refused), self.context.savepoint():
-                    torc.announce(self.context, self.workflow_id, 'undone', {})
-                    raise torc.Refused('no')
-                with self.context.savepoint(keeps=False):
-                    torc.announce(self.context, self.workflow_id, 'tried', {})
-            self.assertEqual([f'{kept}:info:'] * bool(kept), self.see_told())
-
     def test_a_cascade_over_very_many_jobs_is_counted_instead_of_sent_job_by_job(self):
         self.begin('first / ' + ' / '.join(f'j{number}: first' for number in range(1000)))
         with unittest.mock.patch.object(torc, 'MAX_NAMED', 100):
@@ -5779,7 +5437,6 @@ class GroupTest(RequestTest):
             groups and members come and go
               POST /access_groups {name: 'chemists', description: 'who mix'} -> 200 {id: 2, name: 'chemists', description: 'who mix', is_system: null}
               GET /access_groups?limit=1 -> 200 {total_count: 2, has_more: true, limit: 1, offset: 0, items: [{name: 'admin'}]}
-              GET /access_groups/2 -> 200 {name: 'chemists'}
               POST /access_groups/2/members {user_name: 'bob', role: 'admin', group_id: 2} -> 200 {user_name: 'bob', role: 'admin', group_id: 2}
               POST /access_groups/2/members {user_name: 'cy'} -> 200 {role: 'member'}
               GET /access_groups/2/members -> 200 {items: [{user_name: 'bob'}, {user_name: 'cy'}]}
@@ -5787,7 +5444,6 @@ class GroupTest(RequestTest):
               POST /access_groups {name: 'chemists'} -> 409 the access group exists already: 'chemists'
               POST /access_groups/2/members {user_name: 'bob'} -> 409 the user group membership exists already
               POST /access_groups/2/members {user_name: 'anonymous'} -> 422 is not a valid group member
-              POST /access_groups/2/members {} -> 422 is not a valid group member
               POST /access_groups/2/members {user_name: 'x', group_id: 1} -> 422 does not match 2 in the path
               DELETE /access_groups/2/members/bob -> 200 {user_name: 'bob', role: 'admin'}
               DELETE /access_groups/2/members/bob -> 404 bob is not in access group 2
@@ -5800,7 +5456,6 @@ class GroupTest(RequestTest):
               (administrators bob)
               GET /access_groups/1/members -> 200 {items: [{user_name: 'bob'}]}
               POST /access_groups/1/members {user_name: 'x'} -> 403 is filled by
-              DELETE /access_groups/1/members/bob -> 403 is filled by
               DELETE /access_groups/1 -> 403 is filled by
               (administrators)
               GET /access_groups/1/members -> 200 {items: []}
@@ -5813,10 +5468,8 @@ class GroupTest(RequestTest):
               POST /workflows/2/access_groups/2 -> 200 {workflow_id: 2, group_id: 2}
               GET /workflows/2/access_groups -> 200 {items: [{name: 'chemists'}]}
               GET /workflows?access_group=none&access_group=chemists -> 200 {items: [{id: 1}, {id: 2}]}
-              GET /workflows?access_group=2 -> 200 {items: [{id: 1}, {id: 2}]}
               GET /workflows?access_group=none -> 200 {items: []}
               POST /workflows/2/access_groups/2 -> 409 already
-              POST /workflows/2/access_groups/99 -> 404 access group 99 not found
               DELETE /workflows/2/access_groups/2 -> 200 {workflow_id: 2, group_id: 2}
               DELETE /workflows/2/access_groups/2 -> 404 has no access
 
@@ -5830,8 +5483,6 @@ class GroupTest(RequestTest):
               GET /access_check/1/bob -> 200 {has_access: true, reason: 'bob is in a group that has access'}
               GET /access_check/1/cy -> 200 {has_access: false, reason: 'cy neither owns it nor is in a group that has access'}
               GET /access_check/1/root -> 200 {has_access: true, reason: 'root is an administrator'}
-              GET /access_check/1/anonymous -> 200 {has_access: false, reason: 'anonymous is anybody'}
-              GET /access_check/99/ann -> 404 workflow 99 not found
               (access is enforced)
               cy: GET /access_check/99/cy -> 200 {has_access: false}
               cy: GET /access_check/1/ann -> 403 only ann and administrators may ask this
@@ -5847,7 +5498,6 @@ class GroupTest(RequestTest):
 
             without users everybody sends the name of their account, as Torc's clients do, and nobody's name is checked
               anonymous: POST /workflows {name: 'x', user: 'ann'} -> 200 {user: 'ann'}
-              bob: POST /workflows {name: 'x', user: 'ann'} -> 200 {user: 'ann'}
               bob: PUT /workflows/1 {user: 'cy'} -> 200 {user: 'cy'}
               anonymous: POST /access_groups {name: 'chemists'} -> 200
               anonymous: POST /access_groups/2/members {user_name: 'ann', role: 'admin'} -> 200
@@ -5865,7 +5515,6 @@ class GroupTest(RequestTest):
               bob: GET /workflows/1 -> 200 {name: 'w'}
               bob: POST /access_groups {name: 'x'} -> 403
               bob: POST /access_groups/2/members {user_name: 'bob'} -> 403
-              bob: POST /workflows/1/access_groups/2 -> 403
               bob: GET /users/ann/groups -> 403
               bob: POST /admin/reload-auth -> 403
               ann: POST /access_groups/2/members {user_name: 'bob'} -> 200
@@ -6063,11 +5712,6 @@ class ReplayTest(ScenarioTest):
           a / b: a
           claim n1 a; start a; back n1 a#2 -> revoked= a=running#2 b=blocked
 
-        a later attempt of what has ended, or runs elsewhere, is rejected in words
-          a
-          node n2; claim n1 a; start a; replay a#2 by=n2 -> refused='held by compute node'
-          replay a; replay a#2 by=n2 -> refused='is already complete, as completed'
-
         a runner that the copy does not know begins anew, and goes on with its jobs
           a / b: a / c / d
           copy; claim n1 a c d; end c failed max_retries=3; claim n1 c; start a c d; restore; sync n1 -> refused='register a new one'
@@ -6097,12 +5741,10 @@ class ReplayTest(ScenarioTest):
             self.assertScenarios(self.ANY_ORDER, FIRST=first, SECOND=second, THIRD=third)
 
     def do_copy(self) -> None:
-        """Keep a copy of the database."""
         self.kept = os.path.join(self.directory, f'copy{self.workflow_id}.db')
         torc.copy_database(self.store.connection, self.kept)
 
     def do_restore(self) -> None:
-        """A server begins with the copy."""
         self.store.close()
         shutil.copy(self.kept, self.store.path)
         for suffix in ('-wal', '-shm'):
@@ -6124,7 +5766,6 @@ class ReplayTest(ScenarioTest):
     # -------- what a request holds --------
 
     def entry(self, **more: Any) -> Dict[str, Any]:
-        """Of attempt 1 of job a."""
         return journal_entry(self.job_id('a'), self.workflow_id, **dict({'compute_node_id': self.node_id('n1')}, **more))
 
     def replay(self, *entries: Dict[str, Any], **more: Any) -> Any:
@@ -6233,9 +5874,6 @@ class RecoverJobsTest(ScenarioTest):
 
     def test_recoveries(self):
         self.assertScenarios(self.SCENARIOS, ENDED=self.ENDED)
-        file_id = self.call('create_file', {'workflow_id': self.workflow_id, 'name': 'f', 'path': 'f'})['id']
-        self.call('recover_jobs', {'run_id': self.run_id(), 'reset': [], 'requirements': [], 'files': {str(file_id): 12.5}}, workflow_id=self.workflow_id)
-        self.assertEqual(12.5, self.call('get_file', id=file_id)['st_mtime'])
 
     def do_recover(self, *names: str, run: str = '', **corrections: str) -> None:
         """Jobs are reset, with job=field:value,... of some. A dry run before says the same, and changes nothing."""
@@ -6283,10 +5921,6 @@ class ClassifyJobsTest(ScenarioTest):
           claim n1 a b; end a failed; end b pending_failed; classify b:retry:r a:retry:r -> refused='is failed: only the failure of a'
           classify b:maybe:r -> refused="'maybe'"
           classify b:retry:r memory=much -> refused=memory
-
-        a decision may give what the job lacked
-          a
-          claim n1 a; end a pending_failed; classify a:retry:r memory=2g -> memory=2g a=ready#2
         '''
 
     def test_decisions(self):
@@ -6298,15 +5932,9 @@ class ClassifyJobsTest(ScenarioTest):
                 for name, action, reason in (decision.split(':') for decision in decisions)]
         self.call('classify_jobs', {'classifications': rows}, workflow_id=self.workflow_id)
 
-    def see_memory(self) -> List[str]:
-        """What job a asks for."""
-        needs_id = self.call('get_job', id=self.job_id('a'))['resource_requirements_id']
-        return [self.call('get_resource_requirements', id=needs_id)['memory']]
-
 
 class SyncTest(ScenarioTest):
-    """sync_allocations: what it makes of what Slurm, and processes, say. forget: the server has just begun."""
-    CALLS = dict(ScenarioTest.CALLS, forget=lambda self: self.service.nodes.clear())
+    """sync_allocations: what it makes of what Slurm, and processes, say."""
     SEES = dict(ScenarioTest.SEES, doubts=lambda self: len(self.told['doubts']),
                 failed=lambda self: [row['job_name'] for row in self.told['failed_job_details']],
                 requeued=lambda self: [row['job_name'] for row in self.told['requeued_job_details']])
@@ -6336,19 +5964,11 @@ class SyncTest(ScenarioTest):
           a
           record 17; record 18; tell TIMEOUT -> a=ready allocations=complete,pending counts=0,0,0,0,1
 
-        a server that has just begun believes Slurm
-          a / b
-          record 17; runner n1; claim n1 a b; start a b; forget; tell NODE_FAIL -> requeued=a,b
-
         jobs of a silent runner are ready once their interruption is known
           a / b / c: a
           record 17; runner n1; claim n1 a b; start a b; wait 61; look -> a=running b=running allocations=active
           tell NODE_FAIL -> a=ready b=ready requeued=a,b
           claim n2 a b -> interruptions=a:1,b:1
-
-        what has failed of itself stays failed
-          a / b / c: a
-          record 17; runner n1; claim n1 a b; start a b; end a failed; wait 31; tell NODE_FAIL -> a=failed b=ready c=canceled requeued=b
 
         running jobs that no active node holds have failed
           a / b / c: a
@@ -6407,31 +6027,6 @@ class SyncTest(ScenarioTest):
         keys = ('slurm_jobs_failed', 'running_jobs_failed', 'jobs_requeued', 'compute_nodes_deactivated', 'pending_allocations_cleaned')
         return [str(self.told[key]) for key in keys]
 
-    def scheduler_events(self) -> List[Any]:
-        return [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
-
-    def test_the_evidence_is_told_wherever_it_counts(self):
-        self.begin('a')
-        self.act('record 17; runner n1; claim n1 a; start a; wait 29; tell NODE_FAIL')
-        why = self.SEEN['NODE_FAIL']['reason']
-        self.assertRegex(self.told['doubts'][0], re.escape(why) + r', but compute node \d+ has reported 29 s ago: '
-                         'left alone until it has been silent for 30 s')
-        self.act('wait 2; tell NODE_FAIL')
-        detail, = self.told['requeued_job_details']
-        record, = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
-        self.assertEqual((why, 17, why, f"Allocation {record['id']} (Slurm job 17) is complete: {why}"),
-                         (detail['reason'], detail['slurm_job_id'], record['reason'], self.scheduler_events()[-1]['message']))
-        self.assertIn(why, self.see('why_a'))
-
-    def test_the_survey_names_allocations_and_slurm_jobs_of_nodes_without_a_record(self):
-        self.begin('a')
-        self.act('record 0; runner n1')
-        found = self.call('survey_allocations', workflow_id=self.workflow_id)
-        self.assertEqual([(1, 0, 'pending', None), (0, 17, 'active', None)],
-                         [(row['id'], row['slurm_job_id'], row['status'], row['age_s']) for row in found['allocations']])
-        node = dict(self.process('n1'), compute_node_id=self.nodes['n1'], hostname='h')
-        self.assertEqual(([node], 'u'), (found['nodes'], found['user']))
-
     def test_reasons_stand_wherever_an_allocation_ends(self):
         self.begin('a')
         self.act('record 17; runner n1; leave n1; record 18')
@@ -6442,8 +6037,8 @@ class SyncTest(ScenarioTest):
                              ({'status': 'pending'}, 'a client has said so')):
             self.call('update_scheduled_compute_node', body, id=other_id)
             self.assertEqual(reason, self.call('get_scheduled_compute_node', id=other_id).get('reason'))
-        self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id), ('allocation_pending', other_id)],
-                         [(row['event_type'], row['scheduled_compute_node_id']) for row in self.scheduler_events()])
+        events = self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']
+        self.assertEqual(['allocation_complete', 'allocation_canceled', 'allocation_pending'], [row['data']['event_type'] for row in events])
 
 
 # ======== 8k. Drawings ========
@@ -6472,7 +6067,6 @@ class DrawingTest(ServiceTest):
         return self.read(**query)
 
     def read(self, **query: Any) -> Tuple[List[str], List[str]]:
-        """The same of the last workflow."""
         self.answer = self.call('get_graph', id=self.number, **query)
         names = [node['name'] for node in self.answer['nodes']]
         return ([f"{node['name']} {node['layer']:g} {' '.join(f'{count} {word}' for word, count in node['counts'].items())}"
@@ -6506,13 +6100,6 @@ class DrawingTest(ServiceTest):
                          self.graph(f'name: w\njobs:\n{kinds}')[0])
         self.assertEqual(([], []), self.graph('name: w\njobs: []\n'))
 
-    def test_files_that_lead_in_a_circle_are_drawn_until_that_is_refused(self) -> None:
-        self.number = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        files = [self.call('create_file', {'workflow_id': self.number, 'name': name, 'path': name})['id'] for name in 'xy']
-        for name, used, made in (('a', *files), ('b', *files[::-1])):
-            self.call('create_job', {'workflow_id': self.number, 'name': name, 'command': 'x', 'input_file_ids': [used], 'output_file_ids': [made]})
-        self.assertEqual((['a 0 1 uninitialized', 'b 0 1 uninitialized'], ['a > b 1', 'b > a 1']), self.read())
-
     def test_files_and_user_data_lie_between_the_jobs(self) -> None:
         nodes, edges = self.graph('''
             name: w
@@ -6531,14 +6118,6 @@ class DrawingTest(ServiceTest):
         attempts = [torc.TimelineAttempt(1, 0.0, 100.0, 'completed', 'a', 1), torc.TimelineAttempt(1, 50.0, 100.0, 'completed', 'b', 2)]
         counts = torc.count_running(attempts, 0.0, 100.0)
         self.assertEqual((200, 1.0, 2.0), (len(counts), round(counts[10], 6), round(counts[-1], 6)))
-
-    def test_a_drawing_as_a_file_is_xml_whatever_jobs_are_called(self) -> None:
-        self.graph('name: w\njobs: [{name: "</text><script>alert(1)</script>&\\"\u202e", command: x}]\n')
-        text = torc.format_svg(self.answer, torc.PAGE_STYLE)
-        document = xml.dom.minidom.parseString(text)
-        self.assertEqual((0, 0), tuple(len(document.getElementsByTagName(name)) for name in ('script', 'a')))
-        self.assertIn('&lt;script&gt;', text)
-        self.assertNotIn('\u202e', text)
 
 
 # ======== 9. API ========
@@ -6606,6 +6185,9 @@ class ApiTest(RequestTest):
               POST /jobs {workflow_id: 1, name: 'c', command: 'c', depends_on_job_ids: [1, 2], id: 7, kind_id: 99} -> 200 {id: 3}
               POST /workflows/1/initialize_jobs -> 200
               PUT /jobs/3 {depends_on_job_ids: [2, 1], priority: 2} -> 200 {depends_on_job_ids: [1, 2], priority: 2}
+              PUT /jobs/3 {labels: ['b', 'a', 'b']} -> 200 {labels: ['a', 'b']}
+              PUT /jobs/3 {labels: null} -> 200 {labels: ['a', 'b']}
+              PUT /jobs/3 {labels: []} -> 200 {labels: null}
               POST /files {workflow_id: 1, name: 'f', path: 'p', st_mtime: 5.0} -> 200 {st_mtime: 5.0}
               PUT /files/1 {workflow_id: 1, name: 'g', path: 'p'} -> 200 {st_mtime: null}
 
@@ -6631,8 +6213,7 @@ class ApiTest(RequestTest):
               POST /workflows/1/remote_workers ['u@host-b:22', '17', 'host/a', '17'] -> 200 [{worker: '17'}, {worker: 'host/a'}, {worker: 'u@host-b:22'}]
               DELETE /workflows/1/remote_workers/host%2Fa -> 200 {worker: 'host/a', workflow_id: 1}
               DELETE /workflows/1/remote_workers/host%2Fa -> 404 remote worker 'host/a' not found
-              DELETE /workflows/1/remote_workers/17 -> 200
-              GET /workflows/1/remote_workers -> 200 [{worker: 'u@host-b:22', workflow_id: 1}]
+              GET /workflows/1/remote_workers -> 200 [{worker: '17'}, {worker: 'u@host-b:22', workflow_id: 1}]
 
             who may see everything is told what is missing, and not which bugs there are
               GET /version -> 200 {git_hash: 'vVERSION'}
@@ -6656,7 +6237,6 @@ class ApiTest(RequestTest):
               POST /jobs {workflow_id: 1, name: 'a', command: 'x'} -> 200 {id: 1}
               POST /workflows/1/archive {is_archived: true} -> 200
               POST /workflows/1/initialize_jobs?async=true -> 202 {id: 1, status: 'failed', error: 'workflow 1 is archived; unarchive it first: torc.py workflows archive false 1'}
-              GET /events?workflow_id=1&category=tasks -> 200 {items: [{data: {event_type: 'task_completed', status: 'failed'}}]}
               GET /jobs/1 -> 200 {status: 'uninitialized'}
               POST /workflows/1/archive {is_archived: false} -> 200 {run_id: 0}
               POST /workflows/1/initialize_jobs?async=true -> 202 {id: 2, workflow_id: 1, operation: 'initialize_jobs', status: 'succeeded', error: null, created_at_ms: AT, started_at_ms: AT, finished_at_ms: AT}
@@ -6664,22 +6244,16 @@ class ApiTest(RequestTest):
               GET /workflows/1/active_task -> 200 {task: null}
               GET /events?workflow_id=1&category=tasks&offset=1 -> 200 {items: [{data: {task_id: 2, status: 'succeeded', user: 'tester'}}]}
               GET /jobs/1 -> 200 {status: 'ready'}
-              GET /workflows/1 -> 200 {run_id: 1}
-              GET /tasks/3 -> 404 task 3 not found
 
-            a job's name is refused while another has it, and free for that job, for other workflows and after a deletion
+            a job's name is refused while another has it, and free for that job and after a deletion
               (workflow of u)
               POST /jobs {workflow_id: 1, name: 'b', command: 'x'} -> 200 {id: 2}
-              POST /jobs {workflow_id: 1, name: 'a', command: 'x'} -> 422 workflow 1 has a job 'a' already; give another name
               POST /bulk_jobs {jobs: [{workflow_id: 1, name: 'n', command: 'x'}, {workflow_id: 1, name: 'a', command: 'x'}]} -> 422 has a job 'a' already
               POST /bulk_jobs {jobs: [{workflow_id: 1, name: 'n', command: 'x'}, {workflow_id: 1, name: 'n', command: 'x'}]} -> 422 'n' stands twice
               PUT /jobs/2 {name: 'a'} -> 422 workflow 1 has a job 'a' already
               PUT /jobs/1 {name: 'a', command: 'y'} -> 200 {name: 'a'}
-              (workflow of u)
-              POST /jobs {workflow_id: 2, name: 'b', command: 'x'} -> 200
               DELETE /jobs/1 -> 200
               PUT /jobs/2 {name: 'a'} -> 200 {name: 'a'}
-              POST /jobs {workflow_id: 1, name: 'b', command: 'x'} -> 200
 
             rows of one name are refused
               (workflow of u)
@@ -6697,23 +6271,16 @@ class ApiTest(RequestTest):
               (workflow of u)
               POST /workflows/1/actions {workflow_id: 1, trigger_type: 'on_workflow_start', action_type: 'schedule_nodes', action_config: {scheduler_id: 1, num_allocations: 1}} -> 200
               PUT /workflows/1/actions/1 {num_allocations: 3} -> 200 {action_config: {scheduler_id: 1, num_allocations: 3}}
-              PUT /workflows/1/actions/1 {} -> 422 must be an object of the keys
               PUT /workflows/1/actions/1 {num_allocations: true} -> 422 must be of type int
               PUT /workflows/1/actions/1 {nodes: 1} -> 422 has no key 'nodes'
-              PUT /workflows/1/actions/1 -> 422 the body must be an object
               (workflow of u)
               PUT /workflows/2/actions/1 {num_allocations: 1} -> 404 not found in workflow
+              POST /slurm_schedulers {workflow_id: 2, account: 'a', nodes: 1, walltime: '01:00:00'} -> 200 {id: 1}
+              PUT /workflows/1/actions/1 {scheduler_id: 1} -> 422 slurm scheduler 1 not found in workflow 1
+              POST /workflows/1/actions {workflow_id: 1, trigger_type: 'on_workflow_start', action_type: 'schedule_nodes', action_config: {scheduler_id: 1}} -> 422 slurm scheduler 1 not found
               DELETE /workflows/1/actions/1 -> 200
               DELETE /workflows/1/actions/1 -> 404 not found in workflow
-              POST /workflows/1/actions {workflow_id: 1, trigger_type: 'on_worker_start', action_type: 'run_commands', action_config: {commands: ['x']}} -> 200 {id: 2}
-              PUT /workflows/1/actions/2 {commands: ['y']} -> 200 {action_config: {commands: ['y']}}
-              PUT /workflows/1/actions/2 {num_allocations: 1} -> 422 has no key
             """.replace('VERSION', torc.__version__).replace('AT}', '1700000000000}').replace('AT,', '1700000000000,'))
-
-    def test_times_of_all_shapes_count(self):
-        for text, plain in (('2026-01-01T01:00:00+0100', '2026-01-01T00:00:00.000Z'), ('2026-01-01t00:00:00z', '2026-01-01T00:00:00.000Z'),
-                            ('2026-01-01T00:00:00.000000Z', '2026-01-01T00:00:00.000000Z'), ('2026-01-01 00:00:00Z', '2026-01-01T00:00:00.000Z')):
-            self.assertEqual(plain, torc.check_value('end', 'time', text))
 
     def test_what_ready_jobs_need_is_added_up(self):
         empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
@@ -6741,10 +6308,6 @@ class ApiTest(RequestTest):
         self.assertEqual([('a', '501'), ('b', '502'), ('c', '503')], [(item['job_name'], item['slurm_job_id']) for item in found])
         running = self.call('get_running_jobs', id=workflow_id)['items']
         self.assertEqual({'b': '502', 'c': None}, {job['job_name']: job.get('scheduler_job_id') for job in running})
-        self.call('manage_status_change', id=ids['a'], status='running', run_id=1)
-        self.store.run('UPDATE job SET compute_node_id = NULL WHERE id = ?', (ids['a'],))
-        by_hand = self.call('get_running_jobs', id=workflow_id)['items'][0]
-        self.assertEqual(('a', '', ''), (by_hand['job_name'], by_hand['compute_node_name'], by_hand['scheduler_type']))
 
 
 # -------- every route, with live data --------
@@ -6893,7 +6456,6 @@ class LiveTest(ServiceTest):
         return dict(ids, result_of_running=results['running'])
 
     def resolve(self, value: Any, ids: Dict[str, Any]) -> Any:
-        """An example with real ids."""
         if isinstance(value, dict):
             return {(str(ids[key[1:]]) if key.startswith('$') else key): self.resolve(item, ids) for key, item in value.items()}
         if isinstance(value, list):
@@ -6916,7 +6478,6 @@ class LiveTest(ServiceTest):
 
     @staticmethod
     def example(route: Any) -> Any:
-        """The same with nouns for ids."""
         return REQUESTS.get(route.name, {}).get('body') or (example('@' + route.body.lstrip('?')) if route.body else None)
 
     def request(self, route: Any, parameters: Dict[str, Any], body: Any, **who: Any) -> Tuple[int, Any]:
@@ -6936,7 +6497,6 @@ class LiveTest(ServiceTest):
         return json.dumps(value, ensure_ascii=False)
 
     def rows_of(self, workflow: int) -> Dict[str, List[Any]]:
-        """All rows of a workflow, by table."""
         tables = [name for name in self.store.ids("SELECT name FROM sqlite_master WHERE type = 'table'")
                   if any(column.name == 'workflow_id' for column in self.store.columns(name))]
         found = {table: self.store.rows(f'SELECT * FROM {table} WHERE workflow_id = ?', (workflow,)) for table in tables}
@@ -7457,7 +7017,6 @@ class ListTest(LiveTest):
             self.assertEqual(names, told_apart, f'{route.name}: no value was tried that lets some pass and others not')
 
     def values(self, route: Any, name: str, kind: str, whole: List[Any]) -> List[Any]:
-        """Values to filter by."""
         own = {item[name] for item in whole if isinstance(item.get(name), (int, str))}
         if kind == 'bool':
             return [True, False]
