@@ -2527,10 +2527,10 @@ class ExecutionPlanTest(unittest.TestCase):
         names = [f'job_{number}' for number in range(2 * many)]
         start, barrier = frozenset(), frozenset(range(many))
         chain = [start] + [frozenset((number - 1, number // 2)) for number in range(1, 2 * many)]
-        gates = ('on_jobs_ready', range(many), {'scheduler': 's'})
+        action = {'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes', 'action_config': {}}
         for needs, count in (([start] * many + [barrier] * many, 2), (chain, 2 * many)):
             started = time.process_time()
-            plan = torc.execution_plan(names, needs, [gates])
+            plan = torc.execution_plan(names, needs, [(action, range(many), 's')])
             self.assertLess(time.process_time() - started, 100 * cpu_unit_s())
             self.assertEqual(count, len({event['id'] for event in plan['events']}))
             made = [row for event in plan['events'] for row in event['scheduler_allocations']]
@@ -13226,7 +13226,7 @@ class MonitorRunTest(RunnerCase):
                 shutil.rmtree(self.world.path(place))
                 self.world.write(place, 'in the way')
             workflow_id = self.create(self.grow(1, 1.2), 'true', resource_monitor=dict(config, sample_interval_seconds=1))
-            with unittest.mock.patch.multiple(torc, write_series=write, LAST_FLUSH_S=0.1):
+            with unittest.mock.patch.multiple(torc, write_series=write, LAST_FLUSH_S=0.1 if write is hang else 60):
                 outcome = self.run_it(workflow_id)
             self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
             self.assertEqual(config == self.BOTH, os.path.lexists(self.world.path(place)))
@@ -15906,6 +15906,10 @@ class StatusReportTest(unittest.TestCase):
                 (ready, '  o 2 ready wait for a runner: torc.py run 1\n', 'allocation'),
                 (dict(ready, asks_slurm=True), '  o 2 ready wait for a runner: torc.py submit 1\n', 'torc.py run'),
                 (dict(ready, pending_scheduled_nodes=1), '  o 2 ready wait for an allocation: torc.py explain 1\n', 'torc.py run'),
+                (dict(status_of(ready=3), unserved_ready_labels={'gpu,big': 1}),
+                 '  o 1 ready job waits for a runner with --label gpu,big\n', 'torc.py run'),
+                (dict(status_of(ready=3), runtime_blocked_ready_jobs=2),
+                 '  o no active node has enough time left for 2 ready jobs\n', 'torc.py run'),
                 (dict(canceled, is_canceled=True), 'x sim_0', 'post_0')):
             text = torc.format_status(status)
             self.assertIn(wanted, text)
@@ -16928,7 +16932,7 @@ class WorkflowTest(CommandTest):
             $ run w.yaml -> 4: torc: 1 missing input file that no job makes: f.txt; ...give --force
             $ create w.yaml -> 0: Created workflow 1
             $ workflows init 1 --dry-run -> 4
-            missing input: f.txt
+            1 missing input file that no job makes: f.txt
             Not safe: make what is missing, or give --force
             $ -f json workflows init 1 --dry-run -> 4: "missing_input_files": [..."f.txt"...],..."safe": false,
             $ workflows init 1 -> 4: torc: 1 missing input file that no job makes: f.txt; 

@@ -4391,10 +4391,10 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 
 
 def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
-                   allocations: Sequence[Tuple[str, Any, Dict[str, Any]]]) -> Dict[str, Any]:
+                   actions: Sequence[Tuple[Dict[str, Any], Any, Optional[str]]]) -> Dict[str, Any]:
     """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
-    Jobs of a cycle never become ready and are in no event. An action that makes `allocations` (its trigger,
-    the trigger's jobs, what is shown of it) fires when the last of its jobs is ready."""
+    Jobs of a cycle never become ready and are in no event. An action (with its trigger's jobs, and its
+    scheduler) that makes allocations fires when the last of its jobs is ready."""
     # A frozenset that many jobs share is hashed once.
     shared = grouped((frozenset(members), index) for index, members in enumerate(prerequisites))
     groups = order_groups([(sorted(members), indexes) for members, indexes in shared.items()])
@@ -4407,13 +4407,16 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
         events.append(make_event(ids[event], finished, ready, [ids[number] for number in before]))
         for number in before:
             events[number]['unlocks_events'].append(ids[event])
-    for trigger, jobs, shown in allocations:
+    for action, jobs, scheduler in actions:
+        trigger, config = action['trigger_type'], action['action_config']
         starts = groups[0][1] if groups and trigger == 'on_workflow_start' else ()
         gates = jobs if trigger == 'on_jobs_ready' else starts
-        if gates and event_of.keys() >= set(gates):
+        if action['action_type'] == 'schedule_nodes' and gates and event_of.keys() >= set(gates):
             fires = max(map(event_of.get, gates))
-            ready = [job_names[index] for index in sorted(gates) if event_of[index] == fires]
-            events[fires]['scheduler_allocations'].append(dict(shown, job_names=ready))
+            events[fires]['scheduler_allocations'].append({
+                'scheduler': scheduler, 'scheduler_type': config.get('scheduler_type', 'slurm'),
+                'num_allocations': config.get('num_allocations', 1),
+                'job_names': [job_names[index] for index in sorted(gates) if event_of[index] == fires]})
     return {'total_events': len(events), 'total_jobs': len(job_names),
             'root_events': [event['id'] for event in events if not event['depends_on_events']],
             'leaf_events': [event['id'] for event in events if not event['unlocks_events']], 'events': events}
@@ -24487,12 +24490,9 @@ class Style(Row):
 PLAIN = Style(False, False, False, 0)
 ZONED_TIME = Expression(r'([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}) [-+][0-9]{4}\Z')
 FAILURES_SHOWN = 4          # groups of failed jobs in a status, which is to fit a terminal of 24 lines
-CANCELED_SHOWN = 2
 BLOCKERS_SHOWN = 3
-REMARKS_SHOWN = 2
-ENDED_SHOWN = 2             # allocations that did not end as they should
-RUNNERS_SHOWN = 5           # by `explain`
-ALLOCATIONS_SHOWN = 20
+OTHERS_SHOWN = 2            # canceled jobs, remarks, allocations that did not end as they should
+RUNNERS_SHOWN, ALLOCATIONS_SHOWN = 5, 20        # by `explain`
 LEAST_WIDTH = 8             # of a column that is cut; with less room it is left out
 NUMBERS = frozenset([int, float, type(None)])
 SILENT_S = 40.0             # no living runner is silent for so long
@@ -24518,14 +24518,10 @@ def paint(text: str, colour: str, style: Style) -> str:
     return f'\x1b[{colour}m{text}\x1b[0m' if style.has_colour and colour else text
 
 
-COLOURS = {'0', *(row.colour for row in STATUSES), *(colour for _, _, colour in VERDICTS.values())}
-UNPRINTABLE_IN_COLOUR = Expression('(?!\x1b\\[(?:%s)m)' % '|'.join(sorted(COLOURS)) + UNPRINTABLE.text)
-
-
 def printable_in_colour(text: str, style: Style) -> str:
-    """As printable(), for text with parts that were painted."""
-    unprintable = UNPRINTABLE_IN_COLOUR if style.has_colour else UNPRINTABLE
-    return unprintable.sub(lambda match: printable(match.group()), text)
+    """As printable(), but for the colours of text that was painted."""
+    parts = re.split('(\x1b\\[[039][0-9]?m)', text) if style.has_colour else [text]
+    return ''.join(part if number % 2 else printable(part) for number, part in enumerate(parts))
 
 
 # -------- width --------
@@ -24612,9 +24608,9 @@ def format_list(headings: Iterable[Heading], items: Sequence[Dict[str, Any]], fo
         headings = [heading._replace(show=CSV_VALUES.get(heading.key, heading.show))
                     for heading in sorted(headings, key=lambda heading: heading.place in ('+', '>'))]
         return format_csv([heading.title for heading in headings], table_cells(headings, items), form)
-    headings = sorted(headings, key=lambda heading: heading.place == '-')
     below = [heading for heading in headings if heading.place == '>']
-    beside = [heading for heading in headings if heading.place != '>']
+    beside = sorted((heading for heading in headings if heading.place != '>'),
+                    key=lambda heading: heading.place == '-')
     notes = ['; '.join(map(format_cell, filter(None, cells))) for cells in table_cells(below, items)]
     return format_table([heading.title for heading in beside], table_cells(beside, items), style, notes)
 
@@ -24743,26 +24739,30 @@ def find_reasons(status: Dict[str, Any], program: str, is_part: bool) -> Iterato
     if any(group.get('return_code') == ORPHAN_RETURN_CODE for group in failures):
         yield 'failed', f'to run again what was lost: {program} recover {number}'
     if not status['is_canceled']:
-        canceled = why.get('canceled', ())[:CANCELED_SHOWN]
+        canceled = why.get('canceled', ())[:OTHERS_SHOWN]
         for job in canceled:
             yield 'canceled', f"{job['job_name']}: {job.get('reason', '')}"
-        if canceled and counts['canceled'] > len(canceled):
-            more = f"{counts['canceled'] - len(canceled)} more"
-            yield 'canceled', f'{more}: {program} jobs list {number} --status canceled'
-        blockers = why.get('blockers', ())
+        more = counts['canceled'] - len(canceled)
+        if canceled and more > 0:
+            yield 'canceled', f'{more} more: {program} jobs list {number} --status canceled'
+        blockers = [f"{job['job_name']} ({job['status']})" for job in why.get('blockers', ())]
         if blockers:
-            names = ', '.join(f"{job['job_name']} ({job['status']})" for job in blockers[:BLOCKERS_SHOWN])
-            names += ' and others' if len(blockers) > BLOCKERS_SHOWN else ''
+            names = ', '.join(blockers[:BLOCKERS_SHOWN]) + ' and others' * (len(blockers) > BLOCKERS_SHOWN)
             yield 'blocked', f"{counts['blocked']} blocked wait for {names}"
-    for job in why.get('remarks', ())[:REMARKS_SHOWN]:
+    for job in why.get('remarks', ())[:OTHERS_SHOWN]:
         yield job['status'], f"{job['job_name']}: {job['reason']}"
-    for row in why.get('ended_allocations', ())[:ENDED_SHOWN] if not status['is_complete'] else ():
+    for row in why.get('ended_allocations', ())[:OTHERS_SHOWN] if not status['is_complete'] else ():
         yield 'canceled', f"allocation {row['id']} is {row['status']}: {row['reason']}"
     for row in status.get('silent_runners', ()):
         yield 'running', (f"compute node {row['compute_node_id']} ({row['hostname']}): nothing was heard of "
                           f"it for {format_elapsed(row['silent_s'])}; it has "
                           f"{counted(row['num_jobs'], 'job')}; "
                           f'if it is gone for certain: {program} workflows sync-status {number}')
+    for labels, count in (status.get('unserved_ready_labels') or {}).items():
+        yield 'ready', f"{counted(count, 'ready job', 'waits/wait')} for a runner with --label {labels}"
+    short = status.get('runtime_blocked_ready_jobs')
+    if short:
+        yield 'ready', f"no active node has enough time left for {counted(short, 'ready job')}"
     if not counts['ready'] or status['is_canceled'] or status['active_compute_nodes']:
         return
     last = why.get('last_runner') or {}
@@ -25020,12 +25020,13 @@ class Progress:
         and the age in seconds of the oldest that runs here, 'oldest_s'."""
         if self.first_done is None:
             self.first_done, self.started_at = counts.get('done', 0), self.clock()
-        now = self.clock()
-        every_s = REFRESH_EVERY_S if self.style.is_terminal else PROGRESS_EVERY_S
+        now, is_bar = self.clock(), self.style.is_terminal
+        every_s = REFRESH_EVERY_S if is_bar else PROGRESS_EVERY_S
         if self.has_lines and not self.is_quiet and now - self.shown_at >= every_s:
-            self.shown_at = now
-            self._show(format_progress(counts, counts.get('done', 0) - self.first_done, now - self.started_at,
-                                       self.style))
+            self.shown_at, self.has_line = now, is_bar
+            line = format_progress(counts, counts.get('done', 0) - self.first_done, now - self.started_at,
+                                   self.style)
+            self._write(f'\r{line}\x1b[K' if is_bar else line + '\n')
 
     def on_output(self, name: str, files: Sequence[Optional[str]]) -> None:
         """A job has ended for good; where its stdout and stderr are, in job_stdio."""
@@ -25051,13 +25052,6 @@ class Progress:
             self._write('\r\x1b[K')
             self.has_line = False
 
-    def _show(self, line: str) -> None:
-        if self.style.is_terminal:
-            self._write(f'\r{line}\x1b[K')
-            self.has_line = True
-        else:
-            self._write(line + '\n')
-
     def _write(self, text: str) -> None:
         try:
             self.stream.write(text)
@@ -25068,10 +25062,9 @@ class Progress:
 
 def format_rate(jobs: int, elapsed_s: float) -> str:
     """'96.4 jobs/s', '3.0 jobs/min' or '0.5 jobs/h'."""
-    for unit_s, unit in ((1, 's'), (60, 'min')):
-        if jobs / elapsed_s * unit_s >= 0.1:
-            return f'{jobs / elapsed_s * unit_s:.1f} jobs/{unit}'
-    return f'{jobs / elapsed_s * 3600:.1f} jobs/h'
+    units = ((unit_s, unit) for unit_s, unit in ((1, 's'), (60, 'min')) if jobs / elapsed_s * unit_s >= 0.1)
+    unit_s, unit = next(units, (3600, 'h'))
+    return f'{jobs / elapsed_s * unit_s:.1f} jobs/{unit}'
 
 
 def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, style: Style) -> str:
@@ -25638,10 +25631,6 @@ class Session:
         self.out.flush()
         self.drawn_lines = len(lines)
 
-    def report_message(self, text: str) -> None:
-        """A message to stderr that may have several lines."""
-        self.report(*printable_message(text).split('\n'))
-
     def note_place(self, text: str) -> None:
         """Whether a text says in which database the command works: that need not be said again."""
         if self._client is not None and self._client.location in text:
@@ -25665,12 +25654,6 @@ class Session:
             self.show_json(value, True)
         else:
             self.inform(*text.splitlines())
-
-    def show_count(self, number: int, total: int, noun: str) -> None:
-        """How far a command is, on a terminal: '3 of 7 hosts'."""
-        if self.err.isatty() and not self.options['quiet']:
-            self.err.write(f'\r{number} of {counted(total, noun)}' + '\n' * (number == total))
-            self.err.flush()
 
     def ask(self, question: str) -> str:
         """The line that is typed as the answer to a question; '' also at the end of the input."""
@@ -25854,13 +25837,12 @@ def read_input(session: Session, path: str) -> bytes:
 
 def read_bounded(file: Any) -> bytes:
     """All of a file, unless it is larger than any workflow: /dev/zero has no end."""
-    data = bytearray()
-    while len(data) <= MAX_SPEC_BYTES:
-        part = file.read(2 ** 20)   # one read of the limit would allocate all of it, in spite of `ulimit -v`
-        if not part:
-            return bytes(data)
-        data += part
-    raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
+    # Piece by piece: one read of the limit would allocate all of it, in spite of `ulimit -v`.
+    pieces = iter(lambda: file.read(2 ** 20), b'')
+    data = b''.join(itertools.islice(pieces, MAX_SPEC_BYTES // 2 ** 20))
+    if next(pieces, b''):
+        raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
+    return data
 
 
 def given(args: Arguments, *but: str) -> Arguments:
@@ -26269,7 +26251,7 @@ def cmd_monitor_events(session: Session, args: Arguments) -> None:
 
 # -------- for administrators --------
 
-AUDIT_COLUMNS = ('ID=id, Time=timestamp, User=user_name, -Committed=committed, Success=success, '
+AUDIT_COLUMNS = ('ID=id, Time=timestamp_formatted, User=user_name, -Committed=committed, Success=success, '
                  '-Full Table=allow_full_table, Rows=rows_affected, SQL=sql_text, >Error=error')
 STATS_COLUMNS = ('Start=start_ms, Requests=request_count, Bytes In=bytes_in, Bytes Out=bytes_out, '
                  '2xx=status_2xx, 4xx=status_4xx, 5xx=status_5xx, Other=status_other')
@@ -26292,8 +26274,7 @@ def cmd_api_stats(session: Session, args: Arguments) -> Listing:
 def cmd_list_audit_log(session: Session, args: Arguments) -> Listing:
     """What administrators changed with SQL."""
     answer = session.call('list_admin_audit_log', **given(args))
-    entries = [dict(item, timestamp=format_time(item['timestamp'] / 1000)) for item in answer['items']]
-    return Listing(headings_of(AUDIT_COLUMNS), entries, 'entries', answer)
+    return Listing(headings_of(AUDIT_COLUMNS), list(map(dated, answer['items'])), 'entries', answer)
 
 
 def cmd_admin_sql(session: Session, args: Arguments) -> Any:
@@ -26489,8 +26470,7 @@ def answer_file_check(session: Session, workflow_id: int, check: FileCheck, foun
              'safe': not check.missing_inputs and not check.missing_user_data, 'workflow_id': workflow_id}
     value.update(found)
     changed = [change for changes in found.values() for change in changes]
-    lines = [f'missing input: {path}' for path in check.missing_inputs]
-    lines += [f'missing user data: id {number}' for number in check.missing_user_data]
+    lines = list(filter(None, describe_missing(check)))
     if check.existing_outputs:
         hint = '' if is_verbose else ' (-v: their names)'
         lines.append(counted(len(check.existing_outputs), 'existing output file') + hint)
@@ -26541,32 +26521,19 @@ def read_status(session: Session, workflow_id: int) -> Dict[str, Any]:
     return status
 
 
-def describe_status(session: Session, workflow_id: int) -> Tuple[Dict[str, Any], str, List[str]]:
-    """The same, as text, and what is to be warned of."""
-    status = read_status(session, workflow_id)
-    doubts = [f"no runner with --label {labels} for {counted(count, 'ready job')}"
-              for labels, count in status['unserved_ready_labels'].items()]
-    count = status.get('runtime_blocked_ready_jobs')
-    if count:
-        doubts.append(f"no active node has enough time left for {counted(count, 'ready job')}")
-    asks = status['jobs_by_status']['ready'] > 0 and asks_slurm(session, status['workflow_id'])
-    style = style_of(session.out, os.environ)
-    return status, format_status(dict(status, asks_slurm=asks), style, command_line(session)), doubts
-
-
 def cmd_status(session: Session, args: Arguments) -> Any:
     """How far a workflow is; with --watch again and again, until it is complete."""
     workflow_id = choose_workflow(session, args)
-    if not args['watch']:
-        status, text, doubts = describe_status(session, workflow_id)
-        session.report(*(f'warning: {doubt}' for doubt in doubts))
-        return Answer(status, text, style_of(session.out, os.environ))
-    if session.format == 'json' or not session.out.isatty():
+    if args['watch'] and (session.format == 'json' or not session.out.isatty()):
         wait = command_line(session, 'watch', workflow_id)
         raise BadInput(f'--watch redraws a terminal: leave it out, or wait with `{wait}`')
     while True:
-        status, text, doubts = describe_status(session, workflow_id)
-        session.redraw(text + format_lines(f'warning: {doubt}' for doubt in doubts))
+        status, style = read_status(session, workflow_id), style_of(session.out, os.environ)
+        asks = status['jobs_by_status']['ready'] > 0 and asks_slurm(session, status['workflow_id'])
+        text = format_status(dict(status, asks_slurm=asks), style, command_line(session))
+        if not args['watch']:
+            return Answer(status, text, style)
+        session.redraw(text)
         if status['is_complete']:
             return None
         session.client.close()      # an embedded database is for others meanwhile
@@ -27514,13 +27481,12 @@ def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> Non
     """Draw what was sampled in a run, where its workflow asks for it. Failures are no failures of the run."""
     if not (workflow.get('resource_monitor_config') or {}).get('generate_plots'):
         return
-    directory = os.path.join(output_dir, 'resource_utilization')
-    paths = sorted(glob.glob(os.path.join(glob.escape(directory), 'resource_metrics_*.db')))
+    number, directory = workflow['id'], os.path.join(output_dir, 'resource_utilization')
     try:
-        run_id = session.workflow(workflow['id']).get('run_id', 0)
-        paths = [path for path in paths if workflow_in_name(os.path.basename(path)) == workflow['id']
-                 and re.search(rf'_r{run_id}(?=[_.])', os.path.basename(path))]
-        files = write_plots(paths, directory, f"wf{workflow['id']}_r{run_id}") if paths else []
+        run_id = session.workflow(number).get('run_id', 0)
+        name = f'resource_metrics_*wf{number}_h*_r{run_id}[_.]*db'
+        paths = sorted(glob.glob(os.path.join(glob.escape(directory), name)))
+        files = write_plots(paths, directory, f'wf{number}_r{run_id}') if paths else []
         if files:
             session.report(f'Plots: {files[0]}' + (f' and {len(files) - 1} more' if files[1:] else ''))
     except (OSError, TorcError) as error:
@@ -27730,27 +27696,14 @@ def cmd_execution_plan(session: Session, args: Arguments) -> Answer:
     return Answer(dict(plan, status='success'), lines)
 
 
-def planned_allocation(action: Dict[str, Any], starts: Optional[Sequence[int]],
-                       scheduler: Optional[str]) -> Tuple[str, Optional[Sequence[int]], Dict[str, Any]]:
-    """What an execution plan tells of a schedule_nodes action."""
-    config = action['action_config']
-    return action['trigger_type'], starts, {
-        'scheduler': scheduler, 'scheduler_type': config.get('scheduler_type', 'slurm'),
-        'num_allocations': config.get('num_allocations', 1)}
-
-
 def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
     """Execution plan of a workflow that is not created yet."""
     set_numbers, sets = planned_prerequisites(body)
-    allocations = []
-    for action in body['actions']:
-        if action['action_type'] == 'schedule_nodes':
-            name = action['action_config'].get('scheduler')     # or its index, before it has an id
-            if isinstance(name, int):
-                name = body['slurm_schedulers'][name].get('name')
-            allocations.append(planned_allocation(action, action.get('job_indexes'), name))
-    plan = execution_plan([job.name for job in body['jobs']], [sets[number] for number in set_numbers],
-                          allocations)
+    names = dict(enumerate(item.get('name') for item in body['slurm_schedulers']))
+    schedulers = [action['action_config'].get('scheduler') for action in body['actions']]   # or its index
+    plan = execution_plan([job.name for job in body['jobs']], [sets[number] for number in set_numbers], [
+        (action, action.get('job_indexes'), names.get(scheduler, scheduler))
+        for action, scheduler in zip(body['actions'], schedulers)])
     return dict(plan, source='spec_file', workflow_name=body['workflow']['name'])
 
 
@@ -27762,11 +27715,10 @@ def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
     sets = [frozenset(index[job_id] for job_id in members) for members in graph['sets']]
     schedulers = session.items('list_slurm_schedulers', workflow_id=workflow_id)
     names = {item['id']: item.get('name') for item in schedulers}
-    allocations = [planned_allocation(action, [index[job_id] for job_id in action.get('job_ids') or ()],
-                                      names.get(action['action_config'].get('scheduler_id')))
-                   for action in session.call('get_workflow_actions', workflow_id=workflow_id)
-                   if action['action_type'] == 'schedule_nodes']
-    plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], allocations)
+    plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], [
+        (action, [index[job_id] for job_id in action.get('job_ids') or ()],
+         names.get(action['action_config'].get('scheduler_id')))
+        for action in session.call('get_workflow_actions', workflow_id=workflow_id)])
     return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
 
 
@@ -27985,7 +27937,7 @@ def await_server(session: Session, options: RunnerOptions) -> None:
             if not error.passes or time.time() >= min(began + minutes * 60, options.end_time or math.inf):
                 raise
             if not is_reported:
-                session.report_message(error.message)
+                session.report(*printable_message(error.message).split('\n'))
                 session.report(f'waiting for the server for up to {minutes} minutes')
             is_reported = True
         time.sleep(RECONNECT_S)
@@ -30610,7 +30562,8 @@ class RemoteHosts:
 
     def gather(self, ask: Callable[[str], HostAnswer]) -> None:
         """Call a function for all, some at the same time, with a count on a terminal."""
-        count, interrupted = itertools.count(1), threading.Event()
+        count, interrupted, total = itertools.count(1), threading.Event(), len(self.workers)
+        shown = io.StringIO() if self.session.options['quiet'] else self.session.err
 
         def attempt(worker: str) -> Any:
             try:
@@ -30618,7 +30571,10 @@ class RemoteHosts:
             except TorcError as error:
                 return error
             finally:
-                self.session.show_count(next(count), len(self.workers), 'host')
+                number = next(count)
+                if shown.isatty():
+                    shown.write(f"\r{number} of {counted(total, 'host')}" + '\n' * (number == total))
+                    shown.flush()
         with futures.ThreadPoolExecutor(self.ssh.limit) as pool:
             try:
                 self.answers = list(pool.map(attempt, self.workers))
@@ -30655,7 +30611,7 @@ class RemoteHosts:
         failed = [(worker, answer.message) for worker, answer in zip(self.workers, self.answers)
                   if isinstance(answer, TorcError)]
         for worker, message in failed:
-            self.session.report_message(f'{worker}: {message}')
+            self.session.report(*printable_message(f'{worker}: {message}').split('\n'))
         if any('Host key verification failed' in message for _, message in failed):
             self.session.report('A host that ssh does not know: connect once by hand, and compare its key')
         return 1 if failed else 0
@@ -33908,13 +33864,13 @@ def report_error(session: Session, error: TorcError) -> int:
     """An error's message and problems on stderr; its exit code."""
     problems = getattr(error, 'problems', [])
     for problem in problems[:PROBLEMS_SHOWN]:
-        session.report_message(f'error: {problem}')
+        session.report(*printable_message(f'error: {problem}').split('\n'))
     if len(problems) > PROBLEMS_SHOWN:
         session.report(f'and {len(problems) - PROBLEMS_SHOWN} more')
     # The message of an error with one problem is that problem: it is said once.
     if error.message not in [text for problem in problems for text in (problem.message, str(problem),
                                                                        str(problem._replace(path='')))]:
-        session.report_message(f'torc: {error.message}')
+        session.report(*printable_message(f'torc: {error.message}').split('\n'))
     if session.command is not None and session.command.name in JSON_ERRORS and session.format == 'json':
         session.show_json(dict(error.details, status='error', error=error.message, message=error.message))
     return error.exit
