@@ -5710,9 +5710,9 @@ def run_by_ids(context: Context, sql: str, ids: Ids) -> None:
         context.run(f"{sql} ({', '.join('?' * len(piece))})", piece)
 
 
-def given_values(body: Values) -> Values:
-    """What a body says: to Torc's clients a field with null is one that they leave out."""
-    return {key: value for key, value in body.items() if value is not None}
+def given(values: Values, *but: str) -> Values:
+    """What a body or a command line says, without these keys: to Torc's clients null is a field left out."""
+    return {key: value for key, value in values.items() if value is not None and key not in but}
 
 
 # -------- looking things up --------
@@ -6372,7 +6372,7 @@ def create_workflow(context: Context, body: Values) -> Values:
 def insert_workflow(context: Context, body: Values) -> int:
     """Check and store the workflow's own fields."""
     check_settings(body)
-    values = {**WORKFLOW_DEFAULTS, **given_values(body)}
+    values = {**WORKFLOW_DEFAULTS, **given(body)}
     values.update(timestamp=context.time, user=new_owner(context, body.get('user')), run_id=0,
                   is_canceled=False, is_archived=False, env=body.get('env') or None)
     workflow_id = context.insert('workflow', values)
@@ -6413,7 +6413,7 @@ def check_env(env: Optional[Dict[str, str]]) -> None:
 
 def complete_requirements(body: Values) -> Values:
     """Checked resource requirements with their defaults."""
-    values = {**DEFAULT_REQUIREMENTS, 'runtime': DEFAULT_RUNTIME, 'is_implicit': False, **given_values(body)}
+    values = {**DEFAULT_REQUIREMENTS, 'runtime': DEFAULT_RUNTIME, 'is_implicit': False, **given(body)}
     return {**values, **checked_requirements(values)}
 
 
@@ -6517,7 +6517,7 @@ class PlanMerge:
     def merge_settings(self) -> None:
         """Make the workflow's own row what the plan says; its owner and submission directory stay."""
         context, workflow_id = self.context, self.workflow_id
-        planned = {**WORKFLOW_DEFAULTS, **given_values(self.body['workflow'])}
+        planned = {**WORKFLOW_DEFAULTS, **given(self.body['workflow'])}
         check_settings(planned)
         stored = get_workflow(context, workflow_id)
         values = {name: planned.get(name) for name in SPEC_SETTINGS
@@ -6866,7 +6866,7 @@ EDITABLE_BEFORE_START = ('depends_on_job_ids', 'status')
 def update_job(context: Context, job_id: int, body: Values) -> Values:
     """Change a job: its command only while no runner holds it, its prerequisites only before initialize."""
     job = get_job(context, job_id)
-    changed = {key: value for key, value in given_values(body).items()
+    changed = {key: value for key, value in given(body).items()
                if key != 'id' and comparable(key, value) != comparable(key, job.get(key))}
     is_active = STATUSES[STATUS_CODES[job['status']]].is_active
     editable = ALWAYS_EDITABLE + EDITABLE_BEFORE_START + (() if is_active else EDITABLE_WHEN_IDLE)
@@ -6946,16 +6946,16 @@ WORKFLOW_EDITABLE = (*set(SPEC_SETTINGS).difference(WORKFLOW_FIXED), 'user', 'sp
 def update_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     """Change the fields of a workflow that may change after its creation."""
     current = get_workflow(context, workflow_id)
-    given = given_values(body)
-    if given.get('user', current['user']) != current['user'] and context.is_restricted:
+    said = given(body)
+    if said.get('user', current['user']) != current['user'] and context.is_restricted:
         raise Denied("only the server's owner and administrators can give "
                      f'workflow {workflow_id} to another user')
     fixed = [key for key in WORKFLOW_FIXED
-             if key in given and comparable(key, given[key]) != comparable(key, current.get(key))]
+             if key in said and comparable(key, said[key]) != comparable(key, current.get(key))]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot be changed: immutable")
-    check_execution_config(given.get('execution_config') or {})
-    context.update('workflow', workflow_id, {key: given[key] for key in WORKFLOW_EDITABLE if key in given})
+    check_execution_config(said.get('execution_config') or {})
+    context.update('workflow', workflow_id, {key: said[key] for key in WORKFLOW_EDITABLE if key in said})
     return get_workflow(context, workflow_id)
 
 
@@ -7146,7 +7146,7 @@ def put_entity(context: Context, workflow_id: int, entity_id: str, types: Sequen
     if old.get('dateModified') != metadata.get('dateModified'):     # it is another content
         old = {key: value for key, value in old.items() if key not in ('contentSize', 'sha256')}
     merged = {**old, '@id': entity_id, '@type': list(types), **metadata}
-    values = {'entity_type': types[0], 'metadata': given_values(merged)}
+    values = {'entity_type': types[0], 'metadata': given(merged)}
     if row_id is not None:
         return context.update('ro_crate_entity', row_id, values)
     context.insert('ro_crate_entity', dict(values, workflow_id=workflow_id, file_id=file_id,
@@ -8899,7 +8899,7 @@ def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
     if body.get('is_active') and before.get('is_active') is False:
         raise Refused(f'compute node {node_id} has ended, and its jobs are released; register a new one',
                       field='is_active')
-    context.update('compute_node', node_id, given_values(dict(body, labels=None)))
+    context.update('compute_node', node_id, given(dict(body, labels=None)))
     if before.get('is_active') and body.get('is_active') is False:
         # it knows what it did not start
         return_claims(context, jobs_of(context, node_id, PENDING))
@@ -9676,7 +9676,7 @@ def update_requirements(context: Context, resource: str, row_id: int, body: Valu
     """Change resource requirements, for all jobs that have them."""
     current = read_row(context, resource, row_id)
     check_stays(current['workflow_id'], body)
-    values = given_values(body)
+    values = given(body)
     values.update(checked_requirements({**current, **values}), is_implicit=False)
     context.update('resource_requirements', row_id, values)
     changed = read_row(context, resource, row_id)
@@ -9714,7 +9714,7 @@ def read_row(context: Context, resource: str, row_id: int) -> Values:
 
 def update_row(context: Context, resource: str, row_id: int, body: Values) -> Values:
     """Change the given fields of a row; it stays in its workflow."""
-    current, values = read_row(context, resource, row_id), given_values(body)
+    current, values = read_row(context, resource, row_id), given(body)
     check_stays(current['workflow_id'], body)
     check_references(context, current['workflow_id'], body)
     fixed = [name for name in ('job_id', 'run_id', 'attempt_id') if name in values
@@ -24333,7 +24333,7 @@ class Import:
             default = read_part(self.client, 'resource_requirements', self.workflow_id)[0]
             self.ids['resource_requirements'][row['id']] = default['id']
             self.rows['resource_requirements'] = [other for other in rows if other is not row]
-            said = {**default, **given_values(row), 'id': default['id'], 'workflow_id': self.workflow_id}
+            said = {**default, **given(row), 'id': default['id'], 'workflow_id': self.workflow_id}
             if said not in (default, {**default, 'runtime': DEFAULT_RUNTIME}):
                 self.client.call('update_resource_requirements', said, id=default['id'])
 
@@ -25813,8 +25813,6 @@ def start_line(session: Session, workflow_id: int) -> str:
 def is_id(word: str) -> bool:
     """Whether a word that may be an id or a file is an id: an integer is, whatever files there are."""
     # Else `run 7` would depend on the current directory; a file of that name is `./7`.
-    if re.match(r'[0-9]{19,}\Z', word) and int(word) > MAX_INTEGER:
-        raise BadInput(f'{word} is not an id: it is too large')
     return bool(re.match(r'[0-9]+\Z', word))
 
 
@@ -25843,11 +25841,6 @@ def read_bounded(file: Any) -> bytes:
     if next(pieces, b''):
         raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
     return data
-
-
-def given(args: Arguments, *but: str) -> Arguments:
-    """Arguments that were given, without those named."""
-    return {key: value for key, value in args.items() if value is not None and key not in but}
 
 
 # -------- commands that only ask --------
@@ -26124,15 +26117,6 @@ def cmd_list(session: Session, args: Arguments) -> Listing:
                    plural.replace('_', ' ').replace('ro crate', 'RO-Crate'))
 
 
-RELATIONS = (           # field of a job, its name in the text, the operation that gets one, its form there
-    ('depends_on_job_ids',   'depends_on',       'get_job',       '{name} ({status})'),
-    ('input_file_ids',       'input_files',      'get_file',      '{name} ({path})'),
-    ('output_file_ids',      'output_files',     'get_file',      '{name} ({path})'),
-    ('input_user_data_ids',  'input_user_data',  'get_user_data', '{name}'),
-    ('output_user_data_ids', 'output_user_data', 'get_user_data', '{name}'),
-)
-
-
 def cmd_jobs_get(session: Session, args: Arguments) -> Answer:
     """One job, with why it failed or does not run; for people with names instead of ids, and times."""
     job = session.job(args['id'])
@@ -26143,9 +26127,11 @@ def cmd_jobs_get(session: Session, args: Arguments) -> Answer:
     record = {key: job[key] for key in ('id', 'workflow_id', 'name', 'command', 'status')}
     record['reason'] = reason
     record.update((key, value) for key, value in job.items() if key not in record and value != '')
-    for field, name, op, form in RELATIONS:
+    forms = {'job': '{name} ({status})', 'file': '{name} ({path})', 'user_data': '{name}'}
+    for name, field, _, _, noun in (('depends_on', 'depends_on_job_ids', '', '', 'job'), *JOB_RELATIONS):
         ids = record.pop(field, [])
-        shown = [form.format(**session.call(op, id=number)) for number in ids[:CANDIDATES_SHOWN]]
+        shown = [forms[noun].format(**session.call(f'get_{noun}', id=number))
+                 for number in ids[:CANDIDATES_SHOWN]]
         record[name] = first_of(shown + ids[CANDIDATES_SHOWN:], CANDIDATES_SHOWN) or None
     record['labels'] = ', '.join(job.get('labels') or ()) or None
     record.update(times_of(job, results))
@@ -26335,9 +26321,9 @@ def cmd_update_action(session: Session, args: Arguments) -> Answer:
 def cmd_archive(session: Session, args: Arguments) -> Answer:
     """Hide workflows from lists, or show them again."""
     body = {'is_archived': args['is_archived']}
-    errors = []     # type: List[str]
-    done, code = try_each(session, args['workflow_ids'] or [choose_workflow(session, {'workflow_id': None})],
-                          lambda number: session.call('archive_workflow', body, workflow_id=number)['id'], errors)
+    done, errors, code = try_each(
+        session, args['workflow_ids'] or [choose_workflow(session, {'workflow_id': None})],
+        lambda number: session.call('archive_workflow', body, workflow_id=number)['id'])
     status = 'success' if not code else 'partial_success' if done else 'error'
     word = 'Archived' if args['is_archived'] else 'Unarchived'
     return Answer(dict(body, status=status, updated_workflows=done, **{'errors': errors} if errors else {}),
@@ -26427,8 +26413,7 @@ def cmd_init(session: Session, args: Arguments) -> Any:
         session.call('reset_job_status', workflow_id=number)
     options = {'only_uninitialized': is_partial, 'async': True}     # a keyword since Python 3.7
     changes, task = prepare_run(client, workflow, is_partial, **options)
-    for change in changes:
-        session.report(f"{change['job_name']} will run again: {change['reason']}")
+    session.report(*(f"{change['job_name']} will run again: {change['reason']}" for change in changes))
     return answer_task(session, args, task)
 
 
@@ -26542,14 +26527,14 @@ def cmd_status(session: Session, args: Arguments) -> Any:
 
 def cmd_delete_workflows(session: Session, args: Arguments) -> Any:
     """Delete workflows and everything that belongs to them, but no file on disk."""
-    found, code = try_each(session, args['workflow_ids'],
-                           functools.partial(deletable_workflow, session, args['force']))
+    found, _, code = try_each(session, args['workflow_ids'],
+                              functools.partial(deletable_workflow, session, args['force']))
     names = printable(', '.join(f"{workflow['id']} ({workflow['name']})" for workflow in found))
     question = f'Delete workflow {names} of {session.client.location} with all jobs and results?'
     if found and not (args['force'] or session.confirm(question)):
         return code
-    deleted, later = try_each(session, [workflow['id'] for workflow in found],
-                              lambda number: session.call('delete_workflow', workflow_id=number))
+    deleted, _, later = try_each(session, [workflow['id'] for workflow in found],
+                                 lambda number: session.call('delete_workflow', workflow_id=number))
     for workflow in deleted:    # the command's answer is the workflow alone
         workflow.pop('message', None)
     location = session.client.location
@@ -26557,18 +26542,18 @@ def cmd_delete_workflows(session: Session, args: Arguments) -> Any:
                             for workflow in deleted], code=later or code)
 
 
-def try_each(session: Session, ids: Sequence[int], act: Callable[[int], Any],
-             errors: Optional[List[str]] = None) -> Tuple[List[Any], int]:
-    """What an action returned for each id, and the exit code; `errors` gets the refusals, which stop no other."""
-    done, code = [], 0
+def try_each(session: Session, ids: Sequence[int],
+             act: Callable[[int], Any]) -> Tuple[List[Any], List[str], int]:
+    """What an action returned for each id, the refusals, which stop no other, and the exit code."""
+    done, errors, code = [], [], 0      # type: List[Any], List[str], int
     for number in ids:
         try:
             done.append(act(number))
         except (NotFound, Denied, Refused) as error:
             session.report(f'torc: {error.message}')
-            (errors if errors is not None else []).append(error.message)
+            errors.append(error.message)
             code = error.exit
-    return done, code
+    return done, errors, code
 
 
 def deletable_workflow(session: Session, is_forced: bool, workflow_id: int) -> Dict[str, Any]:
@@ -26745,15 +26730,11 @@ def cmd_results_list(session: Session, args: Arguments) -> Any:
 
 def find_stdio(output_dir: str, attempt: Dict[str, Any]) -> List[Optional[str]]:
     """Paths of an attempt's stdout and stderr, whatever its stdio mode was; None for what does not exist."""
-    found = [None, None]    # type: List[Optional[str]]
     ids = [attempt[key] for key in ('workflow_id', 'job_id', 'run_id', 'attempt_id')]
     # All modes are tried: the mode may have been changed since the attempt.
-    for mode in STDIO_MODES:
-        for place, name in enumerate(stdio_names(*ids, mode)):
-            path = os.path.join(output_dir, 'job_stdio', name or '')
-            if name and found[place] is None and os.path.lexists(path):
-                found[place] = path
-    return found
+    sides = zip(*(stdio_names(*ids, mode) for mode in STDIO_MODES))
+    paths = [[os.path.join(output_dir, 'job_stdio', name) for name in side if name] for side in sides]
+    return [next(filter(os.path.lexists, side), None) for side in paths]
 
 
 def with_files(output_dir: str, attempt: Dict[str, Any], keys: Sequence[str]) -> Dict[str, Any]:
@@ -27341,7 +27322,7 @@ def make_crate(workflow: Dict[str, Any], items: Sequence[Dict[str, Any]], root: 
     first = {'@id': CRATE_FILE, '@type': 'CreativeWork', 'about': refer('./'),
              'conformsTo': refer(CRATE_VERSION)}
     return {'@context': [CRATE_VERSION + '/context', CRATE_TERMS],
-            '@graph': [given_values(entity) for entity in (first, about, *graph.values())]}
+            '@graph': [given(entity) for entity in (first, about, *graph.values())]}
 
 
 def cmd_ro_crate_export(session: Session, args: Arguments) -> Optional[Answer]:
@@ -27409,7 +27390,7 @@ def cmd_add_dataset(session: Session, args: Arguments) -> Answer:
         if job['workflow_id'] != workflow['id']:
             raise BadInput(f"job {job['id']} is not of workflow {workflow['id']} (see: jobs list {workflow['id']})")
     made_by = refer(*(add_result(session, workflow, job, entity_id) for job in jobs))
-    metadata = given_values({
+    metadata = given({
         '@id': entity_id, '@type': 'Dataset', 'name': args['name'], 'contentSize': size, 'fileCount': count,
         'hashMode': args['hash_mode'], 'sha256': digest, 'description': args['description'],
         'encodingFormat': args['encoding_format'], 'prov:wasGeneratedBy': made_by, **(args['metadata'] or {})})
@@ -27513,8 +27494,7 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     name = '' if path == '-' else path
     plan = read_plan(read_document(read_input(session, path), name), spec_directory(name),
                      args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
-    for warning in plan.warnings[:PROBLEMS_SHOWN]:
-        session.report(f'warning: {warning}')
+    session.report(*(f'warning: {warning}' for warning in plan.warnings[:PROBLEMS_SHOWN]))
     return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(name) if name else None)
 
 
@@ -27590,8 +27570,7 @@ def check_plan_files(session: Session, body: Dict[str, Any], earlier: Optional[D
 def warn_of_missing(session: Session, plan: Plan) -> List[str]:
     """What `run` will refuse to start without, unless it is there by then."""
     missing = list(filter(None, describe_missing(check_plan_files(session, plan.body, None))))
-    for text in missing:
-        session.report(f'warning: {text}')
+    session.report(*(f'warning: {text}' for text in missing))
     return missing
 
 
@@ -27649,8 +27628,7 @@ def read_for_slurm(session: Session, spec: str, args: Arguments,
     options = plan_options(args, account=account, skip_checks=bool(args['skip_checks']),
                            max_instances=args['max_instances'] or MAX_INSTANCES, **more)
     made = generate_spec(document, spec_directory(spec), partitions, options)
-    for warning in made.warnings[:PROBLEMS_SHOWN]:
-        session.report(f'warning: {warning}')
+    session.report(*(f'warning: {warning}' for warning in made.warnings[:PROBLEMS_SHOWN]))
     return made, profile, account, document
 
 
@@ -27930,9 +27908,7 @@ def await_server(session: Session, options: RunnerOptions) -> None:
     while True:
         try:
             session.call('ping')
-            if is_reported:
-                session.report(f'the server answers after {format_elapsed(time.time() - began)}')
-            return
+            break
         except Unreachable as error:
             if not error.passes or time.time() >= min(began + minutes * 60, options.end_time or math.inf):
                 raise
@@ -27941,6 +27917,8 @@ def await_server(session: Session, options: RunnerOptions) -> None:
                 session.report(f'waiting for the server for up to {minutes} minutes')
             is_reported = True
         time.sleep(RECONNECT_S)
+    if is_reported:
+        session.report(f'the server answers after {format_elapsed(time.time() - began)}')
 
 
 def runner_options(args: Arguments) -> RunnerOptions:
@@ -28086,10 +28064,8 @@ def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict
 
 def report_reasons(session: Session, workflow_id: int) -> None:
     """Why jobs failed, and what the others wait for, in the words of `status` and `explain`."""
-    waiting = {}    # type: Dict[str, Any]
     with contextlib.suppress(TorcError):    # no server any more
-        waiting = call_addition(session.client, 'explain_waiting', workflow_id=workflow_id)
-    if waiting:
+        waiting = session.call('explain_waiting', workflow_id=workflow_id)
         status, style = dict(waiting['status'], explanation=waiting['explanation']), style_of(session.err, {})
         session.report(*format_reasons(status, style._replace(has_colour=False), command_line(session), True),
                        *(f'  {format_ready_group(group)}' for group in waiting['ready']
@@ -28189,8 +28165,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     spec = exec_spec(session, args)
     document = Document(spec, '', '', {})   # without a text: errors name no line
     plan = complete_plan(read_plan(document, os.getcwd()), False)
-    for warning in plan.warnings[:PROBLEMS_SHOWN]:
-        session.report(f'warning: {warning}')
+    session.report(*(f'warning: {warning}' for warning in plan.warnings[:PROBLEMS_SHOWN]))
     if args['dry_run'] and not args['resume']:
         same = {key: value for key, value in spec['jobs'][0].items() if not key.startswith('parameter')}
         session.show_json(dict(spec, jobs=[
@@ -28258,9 +28233,8 @@ class OutputPrinter:
 
     def finish(self) -> None:
         """What has waited for jobs that have not run."""
-        for name in [*self.order, *self.ended]:
-            if name in self.ended:
-                self.show(name)
+        for name in filter(self.ended.__contains__, [*self.order, *self.ended]):
+            self.show(name)
 
 
 def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
@@ -28280,21 +28254,16 @@ def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     common = {'cancel_on_blocking_job_failure': False}      # type: Dict[str, Any]
     if parameters:
         common.update(parameters=parameters, parameter_mode=args['link'])
-    spec = {'name': utf8_text(args['name'] or '') or time.strftime('exec_%Y%m%d_%H%M%S'), 'user': user_name(),
-            'resource_monitor': exec_monitor(args)}
-    if args['description']:
-        spec['description'] = utf8_text(args['description'])
-    if args['min_time_for_new_jobs'] is not None:
-        spec['compute_node_min_time_for_new_jobs_seconds'] = args['min_time_for_new_jobs']
+    config = given({'stdio': {'mode': args['stdio'].replace('-', '_')} if args['stdio'] else None,
+                    'timeout': None if args['timeout'] is None else math.ceil(args['timeout'])})
+    spec = given({'name': utf8_text(args['name'] or '') or time.strftime('exec_%Y%m%d_%H%M%S'),
+                  'user': user_name(), 'description': utf8_text(args['description'] or '') or None,
+                  'compute_node_min_time_for_new_jobs_seconds': args['min_time_for_new_jobs'],
+                  'resource_monitor': exec_monitor(args), 'execution_config': config or None})
     if args['retries']:
         rule = {'match_all_exit_codes': True, 'max_retries': args['retries'] + 1}   # which counts attempts
         spec['failure_handlers'] = [{'name': 'retries', 'rules': [rule]}]
         common['failure_handler'] = 'retries'
-    config = {'stdio': {'mode': args['stdio'].replace('-', '_')}} if args['stdio'] else {}
-    if args['timeout'] is not None:
-        config['timeout'] = math.ceil(args['timeout'])
-    if config:
-        spec['execution_config'] = config
     spec['jobs'] = [dict(common, name=name, command=command)
                     for name, command in zip(exec_names(commands, parameters), commands)]
     return spec
@@ -29668,7 +29637,7 @@ def cmd_classify(session: Session, args: Arguments) -> Answer:
     if args['action'] == 'fail' and (args['memory'] or args['runtime']):
         raise BadInput('--memory and --runtime go with retry')
     job = session.job(args['job_id'])
-    decision = {key: value for key, value in args.items() if value is not None}
+    decision = given(args)
     found = session.call('classify_jobs', {'classifications': [decision]}, workflow_id=job['workflow_id'])
     run = command_line(session, 'run', job['workflow_id'])
     text = f"Job {job['name']} is to be run again: a runner takes it (or: {run})\n" if found['retried'] else \
@@ -34049,11 +34018,11 @@ def map_function_to_jobs(api: Client, workflow_id: int, module: str, func: str, 
     command = f'PYTHONPATH={path}:$PYTHONPATH {python} -m torc run-function'
 
     def make(name: str, output: str, inputs: Sequence[int] = (), **order: Any) -> Dict[str, Any]:
-        order.update(given_values({'module': module, 'module_directory': module_directory}))
+        order.update(given({'module': module, 'module_directory': module_directory}))
         load_function(order)    # an error now is better than one in each job
         ids = [api.create_user_data({'workflow_id': workflow_id, 'name': title, 'data': data})['id']
                for title, data in ((f'input_{name}', order), (output, {}))]
-        return dict(given_values(fields), workflow_id=workflow_id, name=name, command=command,
+        return dict(given(fields), workflow_id=workflow_id, name=name, command=command,
                     input_user_data_ids=[ids[0], *inputs], output_user_data_ids=ids[1:])
     names = [(f'{name_prefix}{number}', item) for number, item in enumerate(params, start_index)]
     jobs = [make(name, f'output_{name}', func=func, params=item, job_name=name) for name, item in names]
