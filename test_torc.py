@@ -10380,8 +10380,12 @@ class TlsClientTest(StoryTest):
                 $ --url {url} --tls-ca-cert {pem} ping -> {code}: {text}
                 $ TORC_TLS_CA_CERT={pem} TORC_TLS_INSECURE=0 --url {url} ping -> {code}: {text}''')
             if not text:
-                self.play('$ --url {url} --tls-ca-cert good.pem exec -c "{job}" -> 0')
+                self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+                self.play('''
+                    $ --url {url} --tls-ca-cert good.pem exec -c "{job}" -> 0
+                    $ --url {url} --tls-ca-cert good.pem run w.yaml --notify "({job}) > told" -> 0''')
                 said = self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o')
+                self.assertEqual(said, self.world.read('told'))
                 self.assertEqual(f'Server is running\n{self.world.path("good.pem")}\n', said)
             self.end()
 
@@ -17889,7 +17893,7 @@ class RunTest(CommandTest):
                 ('exec -c a --param i=1 --param i=2', 'stands twice'), ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''),
                 ('exec w.yaml', "'w.yaml' is a workflow file: run it with `torc.py run w.yaml`"), ('exec -c a b.KDL -- c', 'torc.py run b.KDL'),
                 ('exec ls -l', "'ls' is no option: give a command with -c, as one word, or after --: exec -- ls -l"),
-                ('exec -c a --param i=1..3', "parameter 'i': '1..3' is no range: write 1:3, or ['1..3'] for the text"),
+                ('exec -c a --param i=1..3', "parameter 'i' '1..3' is no range: write 1:3, or ['1..3'] for the text"),
                 ('exec -c a --print -f json', '--print has no JSON form'), ('exec -c a --resume', '--resume needs --name NAME'),
                 ('exec -c a --timeout 0s', 'timeout must be at least 1, not 0'), ('exec -c a --param i=[1,1]', "parameters make several with the name 'a_1'"),
                 ('exec -c a --generate-plots', 'time-series'), ('exec -c a --param i=@nope', 'nope'), ('exec -C nope', 'cannot read nope'),

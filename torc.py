@@ -19770,7 +19770,8 @@ def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> 
     variables = {'TORC_WORKFLOW_ID': workflow['id'], 'TORC_RUN_ID': workflow.get('run_id') or 0,
                  'TORC_OUTPUT_DIR': output_dir,
                  'TORC_WORKFLOW_SUBMISSION_DIR': workflow.get('submission_directory'),
-                 'TORC_API_URL': client.url, 'TORC_TOKEN_FILE': client.token_file,
+                 'TORC_API_URL': client.url,
+                 'TORC_TOKEN_FILE': client.token_file and os.path.abspath(client.token_file),
                  'TORC_TLS_CA_CERT': client.tls.ca_file and os.path.abspath(client.tls.ca_file),
                  'TORC_TLS_INSECURE': '1' if client.tls.is_insecure else ''}
     return {name: str(value) for name, value in variables.items() if value not in (None, '')}
@@ -25947,20 +25948,6 @@ def peak_and_average(name: str, show: Callable[[Any], str]) -> Callable[[Dict[st
     return lambda node: '' if node.get(peak) is None else f'{show(node[peak])} / {show(node.get(average))}'
 
 
-def format_event_type(event: Dict[str, Any]) -> str:
-    """What an event says that it is."""
-    data = event['data'] if isinstance(event.get('data'), dict) else {}
-    keys = ('category', 'type', 'event_type', 'action')
-    return ' '.join([str(data[key]) for key in keys if data.get(key)][:2])
-
-
-def format_event_message(event: Dict[str, Any]) -> str:
-    """What an event says, or else all that it holds."""
-    data = event.get('data')
-    message = data.get('message') if isinstance(data, dict) else None
-    return format_cell(message or data)
-
-
 def inner_value(key: str, inner: str, default: str = '') -> Callable[[Dict[str, Any]], Any]:
     """A cell from free JSON inside an object."""
     return lambda item: item[key].get(inner, default) if isinstance(item.get(key), dict) else default
@@ -25985,8 +25972,9 @@ SHOWN_OBJECTS = {
                                'executed' if action.get('executed') else 'waiting'),
     '(allocations)': inner_value('action_config', 'num_allocations'),
     '(level)': inner_value('data', 'level', 'info'),
-    '(type)': format_event_type,
-    '(message)': format_event_message,
+    '(type)': lambda event: ' '.join([str(word) for word in (inner_value('data', key)(event) for key in (
+        'category', 'type', 'event_type', 'action')) if word][:2]),
+    '(message)': lambda event: format_cell(inner_value('data', 'message')(event) or event.get('data')),
     '(slurm job)': inner_value('scheduler', 'slurm_job_id'),
     '(cpu)': peak_and_average('cpu_percent', show_percent),
     '(memory)': peak_and_average('memory_bytes', show_memory),
@@ -27818,11 +27806,8 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     where it has to be ended: that would go on deciding, or hold our output open.
     """
     client, process, code = session.client, None, None      # type: Client, Any, Any
-    environment = dict(os.environ, TORC_WORKFLOW_ID=str(workflow['id']), TORC_API_URL=client.url,
-                       TORC_RUN_ID=str(workflow.get('run_id') or 0))   # type: Dict[str, Any]
-    environment.update((name, encode_text(value)) for name, value in variables.items())
-    if client.token_file:
-        environment['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
+    environment = {**os.environ, 'TORC_API_URL': '', **common_variables(client, workflow, ''),
+                   **{name: encode_text(value) for name, value in variables.items()}}   # type: Dict[str, Any]
     spared, adopted_before = read_children(os.getpid()), adopt_orphans(True)
     try:
         with interrupted_by_signals():      # also while it is started
@@ -28280,7 +28265,7 @@ def exec_names(commands: Sequence[str], parameters: Iterable[str]) -> Iterator[s
 
 
 def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
-    """['i=1:3', 'x=@names'] -> {'i': [1, 2, 3], 'x': [...]}."""
+    """['i=1:3', 'x=@names'] -> {'i': '1:3', 'x': '@names'}, as they stand in a file."""
     parameters: Dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition('=')
@@ -28289,12 +28274,7 @@ def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
                            'or file=@names.txt')
         if name in parameters:
             raise BadInput(f'--param {name} stands twice')
-        try:
-            check_parameter_name(name)
-            values = expand_values(value if value.startswith('@') else utf8_text(value))    # @: a file's name
-        except ValueError as error:
-            raise BadInput(f"parameter '{shorten(name)}': {error}") from None
-        parameters[utf8_text(name)] = values
+        parameters[utf8_text(name)] = value if value.startswith('@') else utf8_text(value)      # @: a file's name
     return parameters
 
 
@@ -28866,16 +28846,13 @@ def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Answer:
                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
     files = search_logs(session, path, workflow_id, lambda name: STDIO_FILE_NAME.search(name) or any(
         number in job_ids for number in SLURM_OUTPUT_NAME.findall(name)))
-    counts = collections.Counter()      # type: Any
-    counts.update(kind.is_error for _, found in files for kind in ERROR_CLASSES
-                  for _ in range(found.counts[kind.name]))
-    if args['errors_only']:
-        counts[False] = 0
+    found = describe_findings(files)
+    errors, warnings = found['errors'], 0 if args['errors_only'] else found['warnings']
     issues = [issue for issue in describe_issues(session, workflow_id, files)
               if issue['severity'] == 'error' or not args['errors_only']]
     answer = {'workflow_id': workflow_id, 'output_dir': path, 'slurm_jobs_count': len(job_ids),
-              'files_scanned': len(files), 'total_issues': sum(counts.values()), 'errors': counts[True],
-              'warnings': counts[False], 'issues': issues}
+              'files_scanned': len(files), 'total_issues': errors + warnings, 'errors': errors,
+              'warnings': warnings, 'issues': issues}
     return Answer(answer, format_issues(answer))
 
 
