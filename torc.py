@@ -24844,9 +24844,8 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     """What is to be said of the state of an allocation, as the server and, if it was asked, Slurm know it."""
     queued, found = row.get('queue'), [row['status']]
     if row['status'] == 'active':
-        found.append(' with '.join(counted(row[f'num_{noun}s'], noun) for noun in ('runner', 'job'))
-                     if row['num_runners'] else
-                     'no runner is at work in it')
+        at_work = ' with '.join(counted(row[f'num_{noun}s'], noun) for noun in ('runner', 'job'))
+        found.append(at_work if row['num_runners'] else 'no runner is at work in it')
         if row['remaining_seconds'] is not None:
             found.append(f"{format_elapsed(row['remaining_seconds'])} left")
     if row.get('has_ended'):
@@ -24877,6 +24876,8 @@ def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
     num_ready = status['jobs_by_status']['ready'] * (not status['is_canceled'])
     num_allocations = status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
     error = (waiting['slurm'] or {}).get('error')
+    doings = [action['action_type'] + (f" {action['num_allocations'] or 1} x {action['scheduler_name']}"
+                                       if action['scheduler_name'] else '') for action in waiting['actions']]
     parts = (   # title, lines, number of others
         ('Ready jobs', list(map(format_ready_group, waiting['ready'])),
          num_ready - sum(group['count'] for group in waiting['ready'])),
@@ -24884,7 +24885,8 @@ def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
          num_allocations - ALLOCATIONS_SHOWN),
         ('Runners', list(map(format_runner, waiting['runners'][:RUNNERS_SHOWN])),
          status['active_compute_nodes'] - RUNNERS_SHOWN),
-        ('Actions', list(map(format_waiting_action, waiting['actions'])), 0))
+        ('Actions', [f"action {action['action_id']} ({what}, {action['trigger_type']}): {action['reason']}"
+                     for action, what in zip(waiting['actions'], doings)], 0))
     lines = [format_title(status), '', waiting['summary']]
     explained = format_reasons(dict(status, explanation=waiting['explanation']), style, program, True)
     lines += [''] + explained if explained else []
@@ -24909,14 +24911,6 @@ def format_runner(runner: Dict[str, Any]) -> str:
     about += [f'nothing was heard of it for {format_elapsed(silent_s)}'] if silent_s >= SILENT_S else []
     return (f"compute node {runner['compute_node_id']} ({runner['hostname']}), {cpus}, "
             f"{runner['memory_gb']:.1f}GB, {gpus}{nodes}: {', '.join(about)}")
-
-
-def format_waiting_action(action: Dict[str, Any]) -> str:
-    """An action that is still to be carried out."""
-    what = action['action_type']
-    if action['scheduler_name']:
-        what += f" {action['num_allocations'] or 1} x {action['scheduler_name']}"
-    return f"action {action['action_id']} ({what}, {action['trigger_type']}): {action['reason']}"
 
 
 def words_to_go_on(status: Dict[str, Any], was_interrupted: bool = False) -> Optional[List[str]]:
@@ -25191,6 +25185,9 @@ class FileFindings(Row):
     counts: 'collections.Counter[str]'
 
 
+FoundErrors = List[Tuple[str, FileFindings]]    # by name of the file
+
+
 def find_errors(file: Any) -> FileFindings:
     """What is found in an open log."""
     found, number = FileFindings([], collections.Counter()), 1
@@ -25211,8 +25208,8 @@ def is_log_name(name: str) -> bool:
             and not os.path.basename(name).startswith('slurm_env_'))
 
 
-def describe_findings(files: Sequence[Tuple[str, FileFindings]]) -> Dict[str, Any]:
-    """Findings of (name, findings), as JSON."""
+def describe_findings(files: FoundErrors) -> Dict[str, Any]:
+    """Findings in files, as JSON."""
     counts = sum((found.counts for _, found in files), collections.Counter())
     errors = sum(counts[kind.name] for kind in ERROR_CLASSES if kind.is_error)
     items = [{'file': name, 'line': finding.line, 'class': finding.kind.name,
@@ -25223,8 +25220,8 @@ def describe_findings(files: Sequence[Tuple[str, FileFindings]]) -> Dict[str, An
             'items': items}
 
 
-def format_findings(files: Sequence[Tuple[str, FileFindings]]) -> str:
-    """Findings of (name, findings), for people: classes with what to do, then each file's lines."""
+def format_findings(files: FoundErrors) -> str:
+    """The same for people: classes with what to do, then each file's lines."""
     found = describe_findings(files)
     lines = [f"Files parsed: {found['files_parsed']}", '']
     if not found['classes']:
@@ -25465,6 +25462,7 @@ REPORT_FORMS = {'html': format_report, 'md': functools.partial(format_report, is
 
 CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of failures, or related to a job
 OUTCOMES_ASKED = 20         # results that are asked for one by one: the list of all is cheaper for more
+STATUS_EVERY_S = 2.0        # between looks of `status --watch`
 LOG_PIECE_BYTES = 1 << 20   # of a log that is being printed
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
@@ -26474,9 +26472,6 @@ def cmd_reset_status(session: Session, args: Arguments) -> Any:
                    'status': 'success', 'workflow_id': workflow_id}, messages)
 
 
-STATUS_EVERY_S = 2.0
-
-
 def read_status(session: Session, workflow_id: int) -> Dict[str, Any]:
     """How far a workflow is, and why not further."""
     status = session.call('get_workflow_status', workflow_id=workflow_id)
@@ -27001,9 +26996,6 @@ def cmd_logs_analyze(session: Session, args: Arguments) -> Answer:
                   ('Collected At', 'collected_at'))
         lines = ['Bundle Information:', *(f'  {title}: {head.get(key)}' for title, key in titles), '']
     return Answer(dict(head, **describe_findings(files)), format_lines(lines) + format_findings(files))
-
-
-FoundErrors = List[Tuple[str, FileFindings]]    # by name of the file
 
 
 def choose_logged_workflow(path: str, wanted: Optional[int], has_logs: bool = True) -> int:
@@ -27727,28 +27719,22 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
     times = read_file_times(base, {file['name']: file['path'] for file in body['files']})
     body = dict(body, file_times=times)
     answer = session.call('apply_spec', body, workflow_id=earlier['id'], dry_run=is_dry_run)
-    text = format_applied(answer, earlier['name'], is_dry_run)
+    changes, reasons = answer['changes'], grouped((job['reason'], job['job_name']) for job in answer['to_run'])
+    verdict = ('do not differ in their jobs' if not changes else 'differ:' if is_dry_run else
+               'differed; the workflow follows:')
+    would = ('would run' if is_dry_run else 'to run') + ':' * bool(reasons)
+    text = format_lines([
+        f"Workflow {answer['workflow_id']} ({earlier['name']}) and its file {verdict}",
+        *format_groups([(f"jobs {row['change']}" + ' with their results' * (row['change'] == 'removed'),
+                         row['names']) for row in changes]),
+        f"{len(answer['to_run'])} of {counted(answer['job_count'], 'job')} {would}",
+        *format_groups(list(reasons.items()))])
     text += delete_outputs(body, answer, deletes, is_dry_run)
     if is_dry_run or session.command.name == 'create':
         hint = f"Run them with: {start_line(session, earlier['id'])}\n"
         return Answer(answer, text + (hint if answer['to_run'] and not is_dry_run else ''))
     session.announce(dict(answer, message=f"Resuming workflow {earlier['id']}"), text)
     return None
-
-
-def format_applied(answer: Dict[str, Any], name: str, is_dry_run: bool) -> str:
-    """What an edited workflow file changes, and what is to run because of it, for people."""
-    changes, to_run = answer['changes'], answer['to_run']
-    verdict = ('do not differ in their jobs' if not changes else 'differ:' if is_dry_run else
-               'differed; the workflow follows:')
-    lines = [f"Workflow {answer['workflow_id']} ({name}) and its file {verdict}"]
-    lines += format_groups([(f"jobs {row['change']}" + ' with their results' * (row['change'] == 'removed'),
-                             row['names']) for row in changes])
-    reasons = grouped((job['reason'], job['job_name']) for job in to_run)
-    would = 'would run' if is_dry_run else 'to run'
-    lines.append(f"{len(to_run)} of {counted(answer['job_count'], 'job')} {would}" + (':' if to_run else ''))
-    lines += format_groups(list(reasons.items()))
-    return format_lines(lines)
 
 
 def format_groups(groups: Sequence[Tuple[str, Sequence[str]]]) -> List[str]:
