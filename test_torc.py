@@ -20843,36 +20843,6 @@ class EditedFileTest(FlowTest):
             """)
 
 
-@slow
-class SpawnFlowTest(FlowTest):
-    """Jobs that ask the server of their workflow for more jobs."""
-
-    def test_a_loop_of_jobs_that_make_jobs_runs_to_its_end_each_time_anew(self):
-        self.world.write('loop.py', f"""
-            import os, sys
-            sys.path.insert(0, {os.path.dirname(stub_path())!r})
-            import torc
-            client = torc.Client.connect()
-            lineage = os.environ.get('TORC_ORCHESTRATOR_LINEAGE_ID', 'case')
-            names = [item['name'] for item in client.list_user_data(workflow_id=int(os.environ['TORC_WORKFLOW_ID']))['items']]
-            step = sum(name.startswith('__torc_lineage__case__g') for name in names)
-            jobs = [{{'name': f'work_{{step}}', 'command': 'echo x >> worked'}},
-                    {{'name': f'loop_{{step}}', 'command': sys.executable + ' loop.py', 'depends_on': [f'work_{{step}}']}}]
-            answer = client.spawn_jobs({{'jobs': jobs if step < 2 else [], 'lineage': lineage, 'state': step}}, id=int(os.environ['TORC_JOB_ID']))
-            assert answer['iteration'] == min(step + 1, 2), answer
-            client.close()
-            """)
-        self.world.write('w.yaml', f'name: loop\njobs: [{{name: loop, command: "{sys.executable} loop.py"}}]\n')
-        self.play("""
-            $ run w.yaml -> 0: 5 completed
-            $ workflows init 1 --no-prompts -> 0: ...
-            $ status 1 -> 0: 1 ready
-            $ run 1 -> 0: 5 completed
-            """)
-        self.assertEqual(['loop', 'loop_0', 'loop_1', 'work_0', 'work_1'], sorted(self.statuses()))
-        self.assertEqual('x\n' * 4, self.world.read('worked'))
-
-
 class SecretsTest(FlowTest):
     """What must not be known is in one file, and nowhere else."""
 
@@ -21006,14 +20976,8 @@ class RecordedSpecTest(FlowTest):
         self.assertEqual(wanted['job_count'], len(found['jobs']))
         for key, value in wanted.items():
             if key.endswith('_sample'):
-                sample = {item['name']: item for item in found[key[:-7]]}
-                self.assertEqual(value, [sample[item['name']] for item in value], key)
-            elif key == 'job_names_sha256':
-                names = '\n'.join(sorted(job['name'] for job in found['jobs']))
-                self.assertEqual(value, hashlib.sha256(names.encode()).hexdigest())
-            elif key == 'files_count':
-                self.assertEqual(value, len(found['files']))
-            elif key in found:
+                found[key] = [item for item in found[key[:-7]] if item['name'] in {item['name'] for item in value}]
+            if key in found:
                 self.assertEqual(value, found[key], key)
 
 
@@ -21444,17 +21408,16 @@ class Browser:
                                         env=dict(os.environ, HOME=self.home))
         self.session = ''
         test.addCleanup(self.close)
-        until = time.monotonic() + 20
-        while True:
-            try:
-                self.call('GET', '/status')
-                break
-            except OSError:
-                assert time.monotonic() < until, 'chromedriver did not start'
-                time.sleep(0.05)
+        test.world.wait(self.is_there, 20, 'chromedriver')
         options = {'args': ['--headless=new', '--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', f'--user-data-dir={self.home}/profile']}
         wanted = {'browserName': 'chrome', 'goog:chromeOptions': options, 'goog:loggingPrefs': {'browser': 'ALL'}}
         self.session = '/session/' + self.call('POST', '/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']
+
+    def is_there(self) -> bool:
+        """Whether the driver answers."""
+        with contextlib.suppress(OSError):
+            return bool(self.call('GET', '/status'))
+        return False
 
     def call(self, method: str, path: str, value: Any = None) -> Any:
         """A command of WebDriver, and its value."""
@@ -21474,35 +21437,31 @@ class Browser:
         """What a script returns."""
         return self.call('POST', self.session + '/execute/sync', {'script': script, 'args': values})
 
-    def emulate(self, command: str, **values: Any) -> None:
-        """A command of the DevTools protocol."""
-        self.call('POST', self.session + '/goog/cdp/execute', {'cmd': command, 'params': values})
+    def show(self, width: int, scheme: str) -> None:
+        """A window's width and theme, by the DevTools protocol."""
+        for command, values in (('setDeviceMetricsOverride', {'width': width, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}),
+                                ('setEmulatedMedia', {'features': [{'name': 'prefers-color-scheme', 'value': scheme}]})):
+            self.call('POST', self.session + '/goog/cdp/execute', {'cmd': 'Emulation.' + command, 'params': values})
 
-    def show(self, width: int = 1200, scheme: str = 'light') -> None:
-        """A window's width and theme."""
-        self.emulate('Emulation.setDeviceMetricsOverride', width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self.emulate('Emulation.setEmulatedMedia', features=[{'name': 'prefers-color-scheme', 'value': scheme}])
-
-    def text(self) -> str:
-        """What is to be read."""
-        return self.run('return document.body.innerText')
-
-    def wait(self, what: str, *values: Any) -> None:
-        """Until an expression is true, or a text, which begins with =, is there."""
+    def until(self, script: str, *values: Any) -> None:
+        """Until a script returns true."""
         until = time.monotonic() + 20
-        script = f'return Boolean({what})' if what[:1] != '=' else 'return document.body.innerText.includes(arguments[0])'
-        while not self.run(script, *(values or (what[1:],))):
-            assert time.monotonic() < until, f'{what} is not to be seen in:\n{self.text()}'
+        while not self.run(script, *values):
+            shown = self.run('return document.body.innerText')
+            assert time.monotonic() < until, f'{script} {values} is not to be seen in:\n{shown}'
             time.sleep(0.05)
+
+    def wait(self, what: str) -> None:
+        """Until an expression is true, or a text, which begins with =, is there."""
+        if what[:1] == '=':
+            self.until('return document.body.innerText.includes(arguments[0])', what[1:])
+        else:
+            self.until(f'return Boolean({what})')
 
     def press(self, name: str, within: str = 'main') -> None:
         """Press a button or follow a link, by its words."""
-        script = ('const found = [...document.querySelectorAll(arguments[1] + " button, " + arguments[1] + " a")].find(one => '
-                  'one.textContent === arguments[0] && !one.hidden); if (found) found.click(); return Boolean(found)')
-        until = time.monotonic() + 20
-        while not self.run(script, name, within):
-            assert time.monotonic() < until, f'there is no {name} to press in:\n{self.text()}'
-            time.sleep(0.05)
+        self.until('const found = [...document.querySelectorAll(arguments[1] + " button, " + arguments[1] + " a")].find(one => '
+                   'one.textContent === arguments[0] && !one.hidden); if (found) found.click(); return Boolean(found)', name, within)
 
     def close(self) -> None:
         """End it and its driver."""
@@ -21753,15 +21712,10 @@ def end_server(world: World, database: str) -> None:
         assert ask_sqlite(database, f'PRAGMA {check}') == sound, check
 
 
-# Shortened times. A server is silent, and a lease over, after seconds; REMOTE: the server cannot look whether runners live.
-HASTY = """
-torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S, torc.RECONNECT_S = 0.2, {answer}, 0.2, 0.2
+# Shortened times. A runner waits for its server for a second.
+OUTAGE = """
+torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S, torc.RECONNECT_S = 0.2, 3.0, 0.2, 0.2
 torc.TICK_S, torc.ABSENCE_S = 0.1, 1.0
-"""
-REMOTE = 'torc.node_lives = lambda *runner: None\n'
-AWAY_S = 3.0
-# A runner waits for its server for a second.
-OUTAGE = HASTY.format(answer=3.0) + """
 setting = torc.NodeContext.setting
 torc.NodeContext.setting = lambda self, name: (
     1 / 60 if name == 'compute_node_wait_for_healthy_database_minutes' else setting(self, name))
@@ -21779,11 +21733,6 @@ class FaultTest(WorldTest):
     def pause(self, least_s: float, most_s: float) -> None:
         """Until a moment that chance decides."""
         select.select([], [], [], self.chance.uniform(least_s, most_s))
-
-    def tell(self, text: str) -> None:
-        """What was seen, for who has asked for all of it."""
-        if FAULTS.is_long:
-            print(f'{title_of(self)}: {text}', flush=True)
 
     # -------- servers --------
 
@@ -21805,10 +21754,6 @@ class FaultTest(WorldTest):
                 self.world.wait(lambda: traces.count('begin') > number * count // (kills + 1), 120, 'more jobs', runners)
                 self.pause(0, 0.1)
                 self.world.server.kill()
-                if self.chance.random() < 0.3:      # the next one, in its start
-                    server = self.world.start('serve', '--port', port)
-                    self.pause(0, 0.5)
-                    server.kill()
                 self.world.serve('--port', port)
             for runner in runners:
                 self.assertExit(0, runner.finish(180))
@@ -21817,48 +21762,12 @@ class FaultTest(WorldTest):
             is_over.set()
             writer.join()
         self.assertEqual([], scribe.missing())
-        self.tell(f'{kills} kills, {len(scribe.told)} of {scribe.said} events acknowledged')
         end_server(self.world, database)
-
-    def test_who_is_away_for_longer_than_a_lease_runs_no_job_twice(self):
-        for stopped, has_second in (('server', False), ('server runner', False), ('runner', True)):
-            for number in range(size(1, 10)):
-                with self.subTest(stopped, number=number), contextlib.closing(World()) as world:
-                    self.be_away(world, stopped, has_second)
-
-    def be_away(self, world: World, stopped: str, has_second: bool) -> None:
-        """A workflow of long and short jobs goes on after its server, its runner or both were stopped for a while."""
-        traces, is_embedded = Traces(world), stopped == 'server runner'
-        world.environment['TORC_TEST_SETUP'] = HASTY.format(answer=0.8) + REMOTE * (not is_embedded)
-        lengths = [self.chance.uniform(0.5, 2 * AWAY_S) for _ in range(8)] + [0.01] * 60
-        jobs = [traces.job(f'sleep {length:.2f}', priority=int(length > 0.01)) for length in lengths]
-        spec = traces.spec([*jobs, traces.job('true', depends_on_regexes=[r'^j\d+$'], name='last')])
-        words = 'run', '-p', '0.1', '--claim-backoff-max-secs', '0.2', '--num-cpus', 10
-        if not is_embedded:
-            world.serve()
-        runners = [world.start(*words, spec)]
-        begun = self.chance.randint(8, 48)
-        world.wait(lambda: traces.count('begin') >= begun, 20, f'{begun} jobs', runners)
-        server = connection_of(world.path('torc_output', 'torc.db'))['pid'] if is_embedded else world.server.pid
-        found = {'server': [server], 'runner': [runner_of(runners[0].pid), runners[0].pid]}
-        pids = [pid for who in stopped.split() for pid in found[who]]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        if has_second:
-            runners.append(world.start(*words, 1))
-        select.select([], [], [], AWAY_S)
-        for pid in self.chance.sample(pids, len(pids)):
-            os.kill(pid, signal.SIGCONT)
-            self.pause(0, 0.3)
-        outcomes = [runner.finish(120) for runner in runners]
-        self.assertEqual(0, outcomes[0].code, '\n'.join(map(str, outcomes)))
-        # One may be under way already, between the look at the lease and the system call that starts it.
-        self.assertLessEqual(len(traces.check(len(jobs) + 1)), int(has_second))
 
     RETURNS = ('while jobs run', 'after all are gone', 'after a kill of its runner')
 
     def test_a_server_that_is_killed_for_longer_than_runners_wait_costs_no_job(self):
-        codes = collections.Counter()   # type: collections.Counter
+        codes = set()   # type: Set[int]
         for number, returns in itertools.product(range(size(1, 20)), self.RETURNS):
             with self.subTest(number=number, returns=returns), contextlib.closing(World()) as world:
                 traces, lengths = Traces(world), [2.5] * 2 + [self.chance.uniform(0.01, 0.3) for _ in range(20)]
@@ -21883,13 +21792,12 @@ class FaultTest(WorldTest):
                 for again in range(2 if journals() else 0):         # what was kept is brought in, twice, which adds nothing
                     outcome = world.cli('-f', 'json', *words)
                     assert outcome.code == 0 and not (again and outcome.json().get('accepted')), str(outcome)
-                codes[runner.finish(60).code] += 1
+                codes.add(runner.finish(60).code)
                 self.assertExit(0, world.cli('run', 1, '-p', '0.1', '--retry-failed', '--num-cpus', 12, timeout=120))
                 twice = traces.check(len(lengths))
                 end_server(world, os.path.join(world.root, SERVER_DATABASE))
                 self.assertEqual(set(), twice & kept if returns == 'after a kill of its runner' else twice)
-        self.assertLessEqual(set(codes), {0, 3, -signal.SIGKILL})
-        self.tell(f'exit codes {dict(codes)}')
+        self.assertLessEqual(codes, {0, 3, -signal.SIGKILL})
 
     def test_a_server_whose_disk_was_full_goes_on_when_there_is_room(self):
         told, refused = 0, 0
@@ -21915,7 +21823,6 @@ class FaultTest(WorldTest):
                 scribe.client.close()
                 end_server(self.world, place + '/torc.db')
         self.assertGreater(refused, 0)
-        self.tell(f'{told:,} acknowledged, {refused:,} refused')
 
     # -------- runners --------
 
@@ -21946,7 +21853,6 @@ class FaultTest(WorldTest):
         self.assertEqual({}, living(world.mark))
         self.assertGreater(killed, 0)
         twice = traces.check(len(jobs), 4, 2)
-        self.tell(f'{killed} killed at work; {len(jobs)} jobs, of which {len(twice)} ended unseen and ran again')
 
     WAYS = {    # in which a run ends: of its keeper, and its terminal
         'its job ends': lambda keeper, terminal: keeper.wait(60),
@@ -21987,7 +21893,6 @@ class FaultTest(WorldTest):
             with self.subTest(way):
                 times = [self.leave_nothing(self.world, way, number) for number in range(size(1, 15))]
                 self.assertLess(max(times), 6)
-                self.tell(f'{way}: nothing lived after {max(times):.1f} s at most')
 
 
 class RequestFaultTest(LiveTest):
@@ -22255,9 +22160,9 @@ TORC_LINES = 34962
 PAUSES = {
     'RoomTest.test_without_descriptors_it_neither_ends_nor_spins': 'could spin so long',
     'CrowdTest.test_six_hundred_runners_that_poll_are_served_beside_two_hundred_half_requests.poll': 'between two requests',
-    'Browser.__init__': 'between two looks', 'Browser.wait': 'between two looks', 'Browser.press': 'between two looks',
-    'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
-    'FaultTest.pause': 'until a moment that chance decides', 'FaultTest.be_away': 'longer than a lease',
+    'Browser.until': 'between two looks',
+    'World.wait': 'between two looks', 'World.leave': 'between two looks', 'measure_server': 'between two looks',
+    'FaultTest.pause': 'until a moment that chance decides',
     'ClusterFaultTest.test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies': 'until the next kill, or the end',
 }
 
@@ -22393,6 +22298,8 @@ class CodeLaws(unittest.TestCase):
     def test_no_name_is_given_twice(self):
         names = [target.id for node in self.torc.tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)]
         names += [node.name for node in self.torc.tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        for case in self.tests.walk(ast.ClassDef):
+            names += [f'{case.name}.{part.name}' for part in case.body if getattr(part, 'name', '').startswith('test_')]
         self.assertEqual([], [name for name, count in collections.Counter(names).items() if count > 1])
 
     def test_no_global_and_no_bare_except(self):
@@ -22448,12 +22355,6 @@ class CodeLaws(unittest.TestCase):
                 found = names(methods[name])
                 found |= {inner for method in found & set(methods) for inner in names(methods[method])}     # one call away, no further
                 self.assertRegex(' '.join(found), r'\b(assert[A-Z]|fail\b|wait\b)', f'{case.__name__}.{name}')
-
-    def test_no_two_tests_of_a_class_have_one_name(self):
-        for node in self.tests.walk(ast.ClassDef):
-            names = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
-            twice = [name for name, count in collections.Counter(names).items() if count > 1 and name != 'setUp']
-            self.assertEqual([], [name for name in twice if name.startswith('test_')], node.name)
 
     def test_tests_wait_for_conditions(self):
         found = set()
@@ -22539,28 +22440,18 @@ class ReadmeLaws(unittest.TestCase):
         for line in re.findall(r'`(?:help )?(?:[a-z-]+ )*1`', self.text):
             self.assertIsNotNone(torc.parse_command_line(shlex.split(line.strip('`'))).command, line)
 
-    def test_every_command_has_help_and_an_example_that_parses(self):
-        for row in torc.COMMANDS:
-            self.assertTrue(row.help and row.example, row.name)
-            self.assertTrue(row.example.startswith(row.name), row.name)
-            self.assertEqual(row.name, torc.parse_command_line(shlex.split(row.example)).command.name, row.example)
-
     def test_lines_for_the_client_of_torc_show_the_token(self):
         lines = re.search(r'^ +from torc\.api(?:.*\n){4}', torc.MANUAL['scripts'], re.MULTILINE).group()
-        with tempfile.NamedTemporaryFile('w') as file, \
-                unittest.mock.patch.dict(os.environ, {'TORC_API_URL': 'http://here', 'TORC_TOKEN_FILE': file.name}):
-            file.write('T' * 43 + '\n')
-            file.flush()
-            module = unittest.mock.Mock()       # in the place of theirs: we depend on nothing
-            with unittest.mock.patch.dict(sys.modules, {'torc': module, 'torc.api': module}), warnings.catch_warnings():
-                warnings.simplefilter('ignore', ResourceWarning)    # the lines leave it to Python to close the file
-                exec(textwrap.dedent(lines), {'os': os})
+        world = World()
+        self.addCleanup(world.close)
+        token_file, module = world.write('token', 'T' * 43 + '\n'), unittest.mock.Mock()     # in the place of theirs: we depend on nothing
+        with unittest.mock.patch.dict(os.environ, TORC_API_URL='http://here', TORC_TOKEN_FILE=token_file), \
+                unittest.mock.patch.dict(sys.modules, {'torc': module, 'torc.api': module}), warnings.catch_warnings():
+            warnings.simplefilter('ignore', ResourceWarning)    # the lines leave it to Python to close the file
+            exec(textwrap.dedent(lines), {'os': os})
         module.make_api.assert_called_once_with('http://here')
         (name, value), _ = module.make_api.return_value.api_client.set_default_header.call_args
-        head = torc.parse_head(http_request('GET', '/x', **{name.lower(): value})[:-4])
-        torc.check_sender(head, {'127.0.0.1', 'localhost'})
-        access = torc.Authenticator(torc.AccessPolicy('T' * 43), 'id')
-        self.assertTrue(access.identify(head).is_owner)
+        self.assertEqual(('Authorization', 'Bearer ' + 'T' * 43), (name, value))
 
     def type(self, words: str, world: World) -> str:
         """What a command leaves on a terminal of 80x24: progress is wiped out by what follows."""
@@ -22640,7 +22531,7 @@ class CommandExampleLaws(WorldTest):
         self.world.write('data.csv', '1')
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
-        self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', CommandExampleLaws.SPEC)))
+        self.assertExit(1, self.world.main('run', self.world.write('spec.yaml', CommandExampleLaws.SPEC)))
         for line in ('workflows reinit 1 --async', "events create 1 -d '{}'", *lines, 'access-groups create physicists',    # a task to wait for
                      'access-groups add-user 2 you', 'access-groups add-workflow 1 2', 'access-groups create geologists',
                      'ro-crate create 1 --entity-id a --type File --metadata {}', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
@@ -22657,35 +22548,26 @@ class CommandExampleLaws(WorldTest):
                     self.world.leave()
                     shutil.rmtree(self.world.path('torc_output'))
                     shutil.copytree(self.world.path('kept'), self.world.path('torc_output'))
-                    run = self.world.cli if row.name in ('run', 'exec') else self.world.main
-                    if row.name in self.BEFORE:
-                        self.assertExit(0, run(*shlex.split(self.BEFORE[row.name])))
-                    self.assertExit(0, run(*shlex.split(row.example)))
+                    for line in filter(None, (self.BEFORE.get(row.name), row.example)):
+                        self.assertExit(0, self.world.main(*shlex.split(line)))
 
 
-class Stranger(http.server.BaseHTTPRequestHandler):
-    """A server of something else: it answers every operation with one JSON value, the `answer` of its server."""
-    protocol_version = 'HTTP/1.1'
-
-    def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get('content-length', 0)))
-        body = json.dumps({} if self.path == '/healthz' else self.server.answer).encode()
-        self.send_response(200)
-        self.send_header('Content-Type', 'application/json')
-        self.send_header('Content-Length', str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
-
-    def log_message(self, *words: Any) -> None:
-        pass
-
-
+@slow
 class StrangeServerLaws(WorldTest):
     """Whatever answers at the address that a command is given, it ends with a message, and not as a bug."""
 
-    @slow
     def test_other_json_is_not_taken_for_a_bug(self) -> None:
+        class Stranger(http.server.BaseHTTPRequestHandler):
+            protocol_version = 'HTTP/1.1'
+
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get('content-length', 0)))
+                body = json.dumps({} if self.path == '/healthz' else self.server.answer).encode()
+                self.wfile.write(torc.format_answer(200, body))
+            do_POST = do_PUT = do_GET
+
+            def log_message(self, *words: Any) -> None:
+                pass
         kind = type('StrangeServer', (socketserver.ThreadingMixIn, http.server.HTTPServer), {'daemon_threads': True})
         server = kind(('127.0.0.1', 0), Stranger)
         self.addCleanup(server.server_close)
@@ -22767,7 +22649,6 @@ class HostileTextLaws(WorldTest):
         'completions bash -- status 1', 'completions zsh -- logs 1 1', 'completions fish -- status 1', """admin sql 'SELECT name AS "=\x9b\u202e\nforged", -1 AS "-n" FROM job'""", 'admin sql {}',
         'create hostile.yaml', 'create --dry-run hostile.yaml',
         'create --dry-run broken.yaml', 'create --dry-run broken.json', 'create --dry-run broken.kdl', 'run broken.json5')
-    OWN_PROCESS = ('run', 'exec')       # with signals and runners of their own
     # Exit codes of examples: the job's name is another; the task has failed; such words are no options of sbatch,
     # so that nothing was submitted; nor are they an amount of memory.
     ENDS = {'logs': 4, 'tasks wait': 1, 'slurm schedule-nodes': 4, 'slurm update': 4, 'scheduled-compute-nodes get': 4,
@@ -22842,7 +22723,7 @@ class HostileTextLaws(WorldTest):
             code = torc.main([str(word) for word in words], out, err)
         return (code, *(stream.buffer.getvalue().decode('utf-8') for stream in (out, err)))
 
-    def check(self, words: Sequence[str], form: str, code: int, out: str, err: str) -> None:
+    def check(self, form: str, code: int, out: str, err: str) -> None:
         """Nothing that acts, no forged line, and a CSV without formulas."""
         for text in (out, err):
             self.assertIsNone(ACTS.search(text), ascii(text[-1500:]))
@@ -22861,15 +22742,17 @@ class HostileTextLaws(WorldTest):
 
     # -------- all commands --------
 
-    def test_no_command_passes_on_what_acts_on_a_terminal(self):
-        lines = [(row, row.example) for row in torc.COMMANDS if row.name not in CommandExampleLaws.SERVED]
-        lines += [(None, line) for line in self.MORE]
-        for row, line in lines:
-            words = put_in(shlex.split(line), self.hostile)
-            for form, make in (('table', TerminalBytes), ('json', io.TextIOWrapper), ('csv', io.TextIOWrapper)):
-                if form != 'csv' or row is None or row.has_csv:
-                    with self.subTest(line, format=form, on=make.__name__):
-                        self.walk(row, words, form, make)
+    def test_no_example_shows_what_acts_on_a_terminal(self):
+        self.walk('table', TerminalBytes, [(row, row.example) for row in torc.COMMANDS])
+
+    def test_no_example_writes_it_as_json(self):
+        self.walk('json', io.TextIOWrapper, [(row, row.example) for row in torc.COMMANDS])
+
+    def test_no_example_writes_it_as_csv(self):
+        self.walk('csv', io.TextIOWrapper, [(row, row.example) for row in torc.COMMANDS if row.has_csv])
+
+    def test_no_words_that_are_given_act_either(self):
+        self.walk('table', TerminalBytes, [(None, line) for line in self.MORE])
 
     def restore(self) -> None:
         """Undo what the command before has changed."""
@@ -22881,19 +22764,18 @@ class HostileTextLaws(WorldTest):
         shutil.copy(self.world.path('kept', 'users.htpasswd'), self.world.path('users.htpasswd'))
         shutil.rmtree(os.path.join(self.world.root, 'home', '.config'), ignore_errors=True)
 
-    def walk(self, row: Any, words: List[str], form: str, make: Any) -> None:
-        """One command in one format."""
-        self.restore()
-        if row is not None and row.name in CommandExampleLaws.BEFORE:
-            self.assertExit(0, self.world.main(*shlex.split(CommandExampleLaws.BEFORE[row.name])))
-        if words[0] in self.OWN_PROCESS:
-            code, out, err = self.world.cli('-f', form, *words)
-            self.world.leave()
-        else:
-            code, out, err = self.call(['-f', form] + words, make)
-        self.check(words, form, code, out, err)
-        if row is not None:
-            self.assertEqual(self.ENDS.get(row.name, 0), code, err)
+    def walk(self, form: str, make: Any, lines: Sequence[Tuple[Any, str]]) -> None:
+        """Commands in one format: rows of the table, or lines of others."""
+        for row, line in lines:
+            if row is None or row.name not in CommandExampleLaws.SERVED:
+                with self.subTest(line):
+                    self.restore()
+                    if row is not None and row.name in CommandExampleLaws.BEFORE:
+                        self.assertExit(0, self.world.main(*shlex.split(CommandExampleLaws.BEFORE[row.name])))
+                    code, out, err = self.call(['-f', form, *put_in(shlex.split(line), self.hostile)], make)
+                    self.check(form, code, out, re.sub('\r([^\r\n\x1b]*)\x1b\\[K', r'\1\n', err))       # the line of progress
+                    if row is not None:
+                        self.assertEqual(self.ENDS.get(row.name, 0), code, err)
 
     def test_neither_do_errors_that_nobody_made_a_message_of(self):
         text = self.hostile()
@@ -22903,22 +22785,12 @@ class HostileTextLaws(WorldTest):
                 got, out, err = self.call(['status', '1'], TerminalBytes)
             self.assertEqual((code, ''), (got, out), err)
             self.assertIn('EVIL', err)
-            self.assertIsNone(ACTS.search(err), ascii(err))
-            self.assertIsNone(FORGED_LINE.search(err), err)
-        record = os.path.join(self.true_texts[0], 'torc_output', '.torc_database')
-        other = self.world.write('=EVIL.\x1b[31m\x07\nforged', '')
-        for content in ('damaged', json.dumps({'id': 'x', 'path': other})):     # of the directory of submission
-            self.world.write(record, content)
-            code, out, err = self.call(['logs', '1'], TerminalBytes)
-            self.assertEqual((4, ''), (code, out), err)
-            self.check(['logs'], 'table', code, out, err)
-
-    def test_only_our_own_colours_are_on_a_terminal(self):
-        for line in ('status 1', 'status 2', 'jobs list 1', 'results list 1', 'jobs get 1', 'logs 1'):
-            _, out, err = self.call(shlex.split(line), TerminalBytes, NO_COLOR='')
-            self.assertNotRegex(out + err, 'EVIL[0-9]+[.]\x1b')
-            self.assertIsNone(ACTS.search(re.sub('\x1b\\[(0|3[1-6]|90)m', '', out + err)), ascii(out + err))
-            self.assertEqual(line.split()[0] in ('status', 'results') or 'list' in line, '\x1b[' in out, line)
+            self.check('table', 0, out, err)
+        other = self.world.write('=EVIL.\x1b[31m\x07\nforged', '')      # the database of the directory of submission
+        self.world.write(os.path.join(self.true_texts[0], 'torc_output', '.torc_database'), json.dumps({'id': 'x', 'path': other}))
+        code, out, err = self.call(['logs', '1'], TerminalBytes)
+        self.assertEqual((4, ''), (code, out), err)
+        self.check('table', code, out, err)
 
     # -------- a real terminal --------
 
@@ -22996,23 +22868,19 @@ class ExampleLaws(WorldTest):
         self.assertTrue(match, f'{name}: three comment lines are wanted: shows, run, expect')
         return match
 
-    def test_each_opens_with_three_lines_and_names_itself(self):
+    def test_each_opens_with_three_lines_names_itself_and_is_right_without_a_warning(self):
         self.assertGreaterEqual(len(self.names), 10)
         for name in self.names:
             self.assertTrue(self.head(name)['run'].endswith('examples/' + name), name)
-
-    def test_each_is_right_without_a_warning(self):
-        for name in self.names:
             self.assertEqual([], self.plan(name).warnings, name)
 
     def test_those_in_several_formats_are_the_same_workflow(self):
-        stems = collections.Counter(os.path.splitext(name)[0] for name in self.names)
-        several = sorted(stem for stem, count in stems.items() if count > 1)
-        self.assertEqual(['diamond', 'sweep'], several)
-        for stem in several:
-            first, *others = [self.plan(name).body for name in self.names if os.path.splitext(name)[0] == stem]
-            for other in others:
-                self.assertEqual(json.loads(json.dumps(first)), json.loads(json.dumps(other)), stem)
+        bodies = collections.defaultdict(list)      # type: Dict[str, List[Any]]
+        for name in self.names:
+            bodies[os.path.splitext(name)[0]].append(json.loads(json.dumps(self.plan(name).body)))
+        self.assertEqual(['diamond', 'sweep'], [stem for stem, same in bodies.items() if len(same) > 1])
+        for same in bodies.values():
+            self.assertEqual(same[:1] * len(same), same)
 
     def plan(self, name: str) -> Any:
         """An example, read."""
@@ -23021,26 +22889,17 @@ class ExampleLaws(WorldTest):
             return torc.read_plan(torc.read_document(file.read(), path), self.world.directory)
 
     def test_each_runs_to_its_end_twice_as_it_says(self):
+        os.symlink(EXAMPLES, self.world.path('examples'))
         for name in self.names:
-            words = shlex.split(self.head(name)['run'])
-            for attempt in range(2 if name.endswith('.yaml') and name in ('diamond.yaml', 'retry.yaml') else 1):
-                outcome = self.world.cli('-f', 'json', 'run', *(words[:-1] + [os.path.join(EXAMPLES, name)]))
-                self.assertExit(0, outcome)
-        client = self.world.connect()
-        try:
-            self.check_statuses(client)
-        finally:
-            client.close()
-
-    def check_statuses(self, client: Any) -> None:
-        """What each workflow has left is what its example says."""
+            for _ in range(2 if name in ('diamond.yaml', 'retry.yaml') else 1):
+                self.assertExit(0, self.world.main('-f', 'json', 'run', *shlex.split(self.head(name)['run'])))
         expected = {os.path.splitext(name)[0]: self.head(name)['expect'] for name in self.names}
-        workflows = client.list_workflows()['items']
-        self.assertEqual(set(expected), {workflow['name'] for workflow in workflows})
-        for workflow in workflows:
-            counts = collections.Counter(job['status'] for job in client.list_jobs(workflow_id=workflow['id'])['items'])
-            told = ', '.join(f'{count} {status}' for status, count in sorted(counts.items()))
-            self.assertEqual(expected[workflow['name']], told, workflow['name'])
+        with self.world.connect() as client:
+            workflows = {workflow['name']: workflow['id'] for workflow in client.list_workflows()['items']}
+            self.assertEqual(set(expected), set(workflows))
+            for name, workflow_id in workflows.items():
+                counts = collections.Counter(job['status'] for job in client.list_jobs(workflow_id=workflow_id)['items'])
+                self.assertEqual(expected[name], ', '.join(f'{count} {status}' for status, count in sorted(counts.items())), name)
 
 
 # ======== Bench: how long things take, beside xargs and make on the same machine ========
@@ -23052,22 +22911,16 @@ class ExampleLaws(WorldTest):
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class Contest(NamedTuple):
-    """One work and the ways of doing it. Ratios are to the first of them."""
-    title: str
-    count: int          # of jobs
-    rounds: int
-    ways: List[Tuple[str, Callable[[str], List[List[str]]]]]    # name, what prepares a directory and returns what to run there
+Way = Callable[[str], List[List[str]]]      # prepares a directory, and returns the programs to run there
 
 
 def bench_environment(directory: str) -> Dict[str, str]:
     """Environment of a measured program: no settings of this user."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith('TORC_')}
-    environment.update(HOME=directory, XDG_STATE_HOME=os.path.join(directory, 'state'), PYTHONDONTWRITEBYTECODE='1')
-    return environment
+    return dict(environment, HOME=directory, XDG_STATE_HOME=os.path.join(directory, 'state'), PYTHONDONTWRITEBYTECODE='1')
 
 
-def measured(way: Callable[[str], List[List[str]]]) -> Tuple[float, float]:
+def measured(way: Way) -> Tuple[float, float]:
     """Run programs to their end in a fresh directory, and wait for their orphans. Seconds of wall time, of CPU time."""
     wall_s = cpu_s = 0.0
     with tempfile.TemporaryDirectory() as directory:
@@ -23076,24 +22929,15 @@ def measured(way: Callable[[str], List[List[str]]]) -> Tuple[float, float]:
                 begun = time.perf_counter()
                 process = subprocess.Popen(argv, cwd=directory, env=bench_environment(directory), stdin=subprocess.DEVNULL,
                                            stdout=out, stderr=subprocess.STDOUT)
-                _, status, usage = os.wait4(process.pid, 0)
+                _, process.returncode, usage = os.wait4(process.pid, 0)
             wall_s += time.perf_counter() - begun
-            process.returncode = status
-            if status:
-                raise SystemExit(f'{" ".join(argv)}: wait status {status}\n{read_text(out.name)[-3000:]}')
+            if process.returncode:
+                raise SystemExit(f'{" ".join(argv)}: wait status {process.returncode}\n{read_text(out.name)[-3000:]}')
             with contextlib.suppress(ChildProcessError):
                 while True:
                     cpu_s += usage.ru_utime + usage.ru_stime
                     usage = os.wait4(-1, 0)[2]
     return wall_s, cpu_s
-
-
-def write_file(directory: str, name: str, text: str) -> str:
-    """Write a file and return its path."""
-    path = os.path.join(directory, name)
-    with open(path, 'w') as file:
-        file.write(text)
-    return path
 
 
 def staged_spec(counts: Sequence[int]) -> str:
@@ -23105,37 +22949,29 @@ def staged_spec(counts: Sequence[int]) -> str:
     return '\n'.join(lines) + '\n'
 
 
-def contest_of(title: str, counts: Sequence[int], rounds: int, pythons: Dict[str, str]) -> Contest:
+def ways_of(counts: Sequence[int], pythons: Dict[str, str]) -> Dict[str, Way]:
     """The same jobs by xargs, make and torc.py, two at a time."""
+    def written(directory: str, name: str, text: str) -> str:
+        os.makedirs(os.path.join(directory, 'out'), exist_ok=True)
+        with open(os.path.join(directory, name), 'w') as file:
+            file.write(text)
+        return file.name
+
     def xargs(directory: str) -> List[List[str]]:
-        os.mkdir(os.path.join(directory, 'out'))
-        stages = (f"seq -f s{stage}_%g {count} | xargs -P2 -I@ sh -c 'true >out/@.o 2>out/@.e'" for stage, count in enumerate(counts))
-        return [['sh', '-c', ' && '.join(stages)]]
+        lines = [f"seq -f s{stage}_%g {count} | xargs -P2 -I@ sh -c 'true >out/@.o 2>out/@.e'" for stage, count in enumerate(counts)]
+        return [['sh', '-e', written(directory, 'stages.sh', '\n'.join(lines))]]
 
     def make(directory: str) -> List[List[str]]:
-        os.mkdir(os.path.join(directory, 'out'))
         lines = ['all: ' + ' '.join(f'stage{stage}' for stage in range(len(counts)))]
         for stage, count in enumerate(counts):
             names = ' '.join(f's{stage}_{number}' for number in range(1, count + 1))
             lines += [f'stage{stage}: {names}', f'{names}: {f"stage{stage - 1}" if stage else ""}',
                       '\t@true >out/$@.o 2>out/$@.e', f'.PHONY: stage{stage} {names}']
-        write_file(directory, 'Makefile', '\n'.join(lines) + '\n')
-        return [['make', '-s', '-j2', 'all']]
+        return [['make', '-s', '-j2', '-f', written(directory, 'Makefile', '\n'.join(lines) + '\n'), 'all']]
 
-    def torc_by(python: str) -> Callable[[str], List[List[str]]]:
-        return lambda directory: [[python, TORC, 'run', '--num-cpus', '2', '--memory-gb', '16',
-                                   write_file(directory, 'spec.yaml', staged_spec(counts))]]
-    return Contest(title, sum(counts), rounds, [('xargs -P2', xargs), ('make -j2', make), *(
-        (f'torc.py {name}', torc_by(python)) for name, python in pythons.items())])
-
-
-def creation_contest(count: int, rounds: int, pythons: Dict[str, str]) -> Contest:
-    """Creating and initializing many jobs, two programs from start to exit."""
-    def creation_by(python: str) -> Callable[[str], List[List[str]]]:
-        return lambda directory: [[python, TORC, 'create', write_file(directory, 'spec.yaml', staged_spec([count]))],
-                                  [python, TORC, 'workflows', 'init', '1']]
-    return Contest(f'create, then initialize {count:,} jobs', count, rounds,
-                   [(f'torc.py {name}', creation_by(python)) for name, python in pythons.items()])
+    def torc_by(python: str, directory: str) -> List[List[str]]:
+        return [[python, TORC, 'run', '--num-cpus', '2', '--memory-gb', '16', written(directory, 'spec.yaml', staged_spec(counts))]]
+    return dict({'xargs -P2': xargs, 'make -j2': make}, **{f'torc.py {name}': functools.partial(torc_by, python) for name, python in pythons.items()})
 
 
 def completion_of(job_id: int, workflow_id: int, node_id: int) -> Dict[str, Any]:
@@ -23144,78 +22980,66 @@ def completion_of(job_id: int, workflow_id: int, node_id: int) -> Dict[str, Any]
             'exec_time_minutes': 0.01, 'completion_time': '2026-11-21T12:00:00.000Z', 'status': 'completed'}
 
 
-def server_figures(python: str, count: int) -> List[Tuple[str, str]]:
-    """Ends of jobs that one client reports over HTTP, on disk before they are answered: one a request, a hundred a request."""
-    rows = []
-    with tempfile.TemporaryDirectory() as directory:
-        database = os.path.join(directory, 'torc.db')
-        server = Background([python, TORC, 'serve', '--port', '0', '--db', database], directory, bench_environment(directory), database)
-        try:
-            url = wait_for_line(server)
-            with torc.Client.connect(url=url, token_file=database + '.token') as client:
-                plan = torc.read_plan(torc.read_document(staged_spec([3 * count]).encode(), 'spec.yaml'), '.')
-                workflow_id = client.call('create_workflow_from_spec', plan.body)['workflow_id']
-                client.call('initialize_jobs', id=workflow_id)
-                node = client.call('create_compute_node', {
-                    'workflow_id': workflow_id, 'hostname': 'bench', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z',
-                    'is_active': True, 'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})['id']
-                jobs = []   # type: List[int]
-                while len(jobs) < 3 * count:
-                    jobs += [job['id'] for job in client.call('claim_next_jobs', id=workflow_id, limit=1000)['jobs']]
-                ends = [completion_of(job_id, workflow_id, node) for job_id in jobs]
-                for size, part in ((1, ends[:count]), (100, ends[count:])):
-                    begun, used = time.perf_counter(), cpu_of(server.pid)
-                    for start in range(0, len(part), size):
-                        entries = [{'job_id': end['job_id'], 'status': 'completed', 'run_id': 1, 'result': end} for end in part[start:start + size]]
-                        client.call('batch_complete_jobs', {'completions': entries}, id=workflow_id)
-                    wall_s, cpu_s = time.perf_counter() - begun, cpu_of(server.pid) - used
-                    rows.append((f'ends, {size} a request', f'{len(part) / wall_s:,.0f}/s (server CPU {cpu_s / len(part) * 1e6:.0f} us each)'))
-        finally:
-            server.send(signal.SIGTERM)
-            server.finish(20)
-    return rows
-
-
 def cpu_of(pid: int) -> float:
     """CPU seconds that a process has used (proc(5), stat, fields 14 and 15)."""
     fields = read_text(f'/proc/{pid}/stat').rpartition(')')[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf('SC_CLK_TCK')
 
 
-def wait_for_line(server: Background) -> str:
-    """URL of a server that has just been started."""
-    end = time.monotonic() + 20
-    while time.monotonic() < end and not server.has_ended():
-        found = re.search(r'^torc: serving (http\S+)$', server.out, re.MULTILINE)
-        if found:
-            return found.group(1)
-        select.select([], [], [], 0.005)
-    raise AssertionError(f'no server: {server}')
+def measure_server(python: str, count: int) -> None:
+    """Print how many ends of jobs a client reports over HTTP, on disk before they are answered: one a request, a hundred a request."""
+    with tempfile.TemporaryDirectory() as directory:
+        database = os.path.join(directory, 'torc.db')
+        subprocess.check_call([python, TORC, 'serve', '--daemon', '--port', '0', '--db', database], env=bench_environment(directory),
+                              stdout=subprocess.DEVNULL)
+        server = torc.read_server_file(database + '.connection')
+        with torc.Client.connect(url=server['url'], token_file=database + '.token') as client:
+            plan = torc.read_plan(torc.read_document(staged_spec([3 * count]).encode(), 'spec.yaml'), '.')
+            workflow_id = client.call('create_workflow_from_spec', plan.body)['workflow_id']
+            client.call('initialize_jobs', id=workflow_id)
+            node = client.call('create_compute_node', {
+                'workflow_id': workflow_id, 'hostname': 'bench', 'pid': os.getpid(), 'start_time': '2026-11-21T12:00:00.000Z',
+                'is_active': True, 'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'})['id']
+            jobs = []   # type: List[int]
+            while len(jobs) < 3 * count:
+                jobs += [job['id'] for job in client.call('claim_next_jobs', id=workflow_id, limit=1000)['jobs']]
+            for size, part in ((1, jobs[:count]), (100, jobs[count:])):
+                begun, used = time.perf_counter(), cpu_of(server['pid'])
+                for start in range(0, len(part), size):
+                    entries = [{'job_id': job_id, 'status': 'completed', 'run_id': 1, 'result': completion_of(job_id, workflow_id, node)}
+                               for job_id in part[start:start + size]]
+                    client.call('batch_complete_jobs', {'completions': entries}, id=workflow_id)
+                wall_s, cpu_s = time.perf_counter() - begun, cpu_of(server['pid']) - used
+                print(f'  ends, {size:3} a request {len(part) / wall_s:9,.0f}/s (server CPU {cpu_s / len(part) * 1e6:.0f} us each)')
+        os.kill(server['pid'], signal.SIGTERM)
+        while torc.process_lives(server):
+            select.select([], [], [], 0.05)
 
 
 def run_bench(pythons: Sequence[str], is_quick: bool, parts: Sequence[str]) -> int:
-    """`test_torc.py bench [PART...]`: parts are words of the works' titles, or `server`."""
+    """`test_torc.py bench [PART...]`: parts are words of the works' titles, or `server`. Ratios are to the first way of a work."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     names = {subprocess.check_output([python, '-c', 'import platform; print(platform.python_version())']).decode().strip(): python
              for python in pythons}
     scale, rounds = (10, 1) if is_quick else (1, 5)
-    contests = [contest_of('1 job', [1], rounds * 2, names),
-                contest_of(f'{1000 // scale:,} jobs of true', [1000 // scale], rounds, names),
-                contest_of(f'ten stages of {100 // scale}', [100 // scale] * 10, rounds, names),
-                creation_contest(100000 // scale, min(rounds, 3), names)]
+    works = (('1 job', 1, rounds * 2, ways_of([1], names)),
+             (f'{1000 // scale:,} jobs of true', 1000 // scale, rounds, ways_of([1000 // scale], names)),
+             (f'ten stages of {100 // scale}', 1000 // scale, rounds, ways_of([100 // scale] * 10, names)))
     print(f'{os.cpu_count()} CPUs, {platform.system()} {platform.release()}; medians of seconds')
-    for contest in contests:
-        if parts and not any(part in contest.title for part in parts):
+    for title, count, rounds, ways in works:
+        if parts and not any(part in title for part in parts):
             continue
-        samples = [[measured(way) for _, way in contest.ways] for _ in range(contest.rounds)]
-        print(f'\n{contest.title:40}    wall     CPU  jobs/s  wall ratio')
-        walls = [statistics.median(row[number][0] for row in samples) for number in range(len(contest.ways))]
-        for number, (name, _) in enumerate(contest.ways):
-            cpu_s = statistics.median(row[number][1] for row in samples)
-            print(f'  {name:38}{walls[number]:8.3f}{cpu_s:8.2f}{contest.count / walls[number]:8,.0f}{walls[number] / walls[0]:12.2f}', flush=True)
+        samples = [{name: measured(way) for name, way in ways.items()} for _ in range(rounds)]
+        print(f'\n{title:40}    wall     CPU  jobs/s  wall ratio')
+        first_s = 0.0
+        for name in ways:
+            wall_s, cpu_s = (statistics.median(sample[name][index] for sample in samples) for index in (0, 1))
+            first_s = first_s or wall_s
+            print(f'  {name:38}{wall_s:8.3f}{cpu_s:8.2f}{count / wall_s:8,.0f}{wall_s / first_s:12.2f}', flush=True)
     for name, python in names.items() if not parts or 'server' in parts else ():
-        print(f'\nserver, {name}', *(f'  {title:38}{figure}' for title, figure in server_figures(python, 400 if is_quick else 4000)), sep='\n')
+        print(f'\nserver, {name}')
+        measure_server(python, 400 if is_quick else 4000)
     return 0
 
 
@@ -23485,10 +23309,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument('-v', '--verbose', action='store_true', help='a line per test, and the slowest ones')
     parser.add_argument('--require', default='', metavar='GROUP,...', help='groups whose skip is a failure')
     parser.add_argument('--all', action='store_true', help='the tests that take long, too')
-    parser.add_argument('--fast', action='store_true', help=argparse.SUPPRESS)      # what is done without it, too
     parser.add_argument('--jobs', type=int, default=min(2 * CORES, 8), metavar='N',
                         help='so many processes at a time (default: two a core, at most 8)')
-    parser.add_argument('--shuffle', type=int, metavar='SEED', help='classes in another order, since each is to need no other')
     parser.add_argument('--python', metavar='PATH', help='another interpreter (bench: beside this one)')
     parser.add_argument('--quick', action='store_true', help='bench: small sizes')
     parser.add_argument('--seed', type=int, help='faults: the moments of the kills')
@@ -23505,8 +23327,6 @@ def main(argv: Sequence[str]) -> int:
         options.patterns = ['FaultTest.*' + part.replace(' ', '_') for part in options.patterns[1:] or ['']]
         options.verbose, options.jobs = True, 1
     suites, required = chosen_tests(options.patterns, options.all), [group for group in options.require.split(',') if group]
-    if options.shuffle is not None:
-        random.Random(options.shuffle).shuffle(suites)
     stub_path()     # once, for all workers
     return run_tests(suites, max(1, options.jobs), required, options.verbose, 7200 if FAULTS.is_long else TEST_LIMIT_S)
 
