@@ -22940,6 +22940,14 @@ def measured(way: Way) -> Tuple[float, float]:
     return wall_s, cpu_s
 
 
+def write_file(directory: str, name: str, text: str) -> str:
+    """Write a file and return its path."""
+    path = os.path.join(directory, name)
+    with open(path, 'w') as file:
+        file.write(text)
+    return path
+
+
 def staged_spec(counts: Sequence[int]) -> str:
     """A workflow of `true` in stages with barriers."""
     lines = ['name: bench', 'jobs:']
@@ -22951,15 +22959,9 @@ def staged_spec(counts: Sequence[int]) -> str:
 
 def ways_of(counts: Sequence[int], pythons: Dict[str, str]) -> Dict[str, Way]:
     """The same jobs by xargs, make and torc.py, two at a time."""
-    def written(directory: str, name: str, text: str) -> str:
-        os.makedirs(os.path.join(directory, 'out'), exist_ok=True)
-        with open(os.path.join(directory, name), 'w') as file:
-            file.write(text)
-        return file.name
-
     def xargs(directory: str) -> List[List[str]]:
-        lines = [f"seq -f s{stage}_%g {count} | xargs -P2 -I@ sh -c 'true >out/@.o 2>out/@.e'" for stage, count in enumerate(counts)]
-        return [['sh', '-e', written(directory, 'stages.sh', '\n'.join(lines))]]
+        lines = ['mkdir out', *(f"seq -f s{stage}_%g {count} | xargs -P2 -I@ sh -c 'true >out/@.o 2>out/@.e'" for stage, count in enumerate(counts))]
+        return [['sh', '-e', write_file(directory, 'stages.sh', '\n'.join(lines))]]
 
     def make(directory: str) -> List[List[str]]:
         lines = ['all: ' + ' '.join(f'stage{stage}' for stage in range(len(counts)))]
@@ -22967,10 +22969,11 @@ def ways_of(counts: Sequence[int], pythons: Dict[str, str]) -> Dict[str, Way]:
             names = ' '.join(f's{stage}_{number}' for number in range(1, count + 1))
             lines += [f'stage{stage}: {names}', f'{names}: {f"stage{stage - 1}" if stage else ""}',
                       '\t@true >out/$@.o 2>out/$@.e', f'.PHONY: stage{stage} {names}']
-        return [['make', '-s', '-j2', '-f', written(directory, 'Makefile', '\n'.join(lines) + '\n'), 'all']]
+        os.mkdir(os.path.join(directory, 'out'))
+        return [['make', '-s', '-j2', '-f', write_file(directory, 'Makefile', '\n'.join(lines) + '\n'), 'all']]
 
     def torc_by(python: str, directory: str) -> List[List[str]]:
-        return [[python, TORC, 'run', '--num-cpus', '2', '--memory-gb', '16', written(directory, 'spec.yaml', staged_spec(counts))]]
+        return [[python, TORC, 'run', '--num-cpus', '2', '--memory-gb', '16', write_file(directory, 'spec.yaml', staged_spec(counts))]]
     return dict({'xargs -P2': xargs, 'make -j2': make}, **{f'torc.py {name}': functools.partial(torc_by, python) for name, python in pythons.items()})
 
 
