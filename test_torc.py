@@ -317,17 +317,6 @@ def prepare_process() -> None:
         importlib.import_module(name)
 
 
-@functools.lru_cache(None)
-def cpu_unit_s() -> float:
-    """CPU time of a fixed piece of work here, some 0.02 s: bounds of other work are multiples of it, on any machine."""
-    def work() -> float:
-        began = time.process_time()
-        for number in range(200000):
-            str(number).encode()
-        return time.process_time() - began
-    return min(work() for _ in range(3))
-
-
 OTHER_UID = 47011       # an account without a name, for tests that are run by root
 
 
@@ -442,10 +431,12 @@ class Background:
     """A program that runs beside the test. Its output goes to two files, which can be read at any time."""
 
     def __init__(self, argv: Sequence[Union[str, bytes]], directory: str, environment: Dict[str, str],
-                 stem: str) -> None:
+                 stem: str, stdin: str = '') -> None:
         self.argv, self.stem = list(argv), stem
-        with open(stem + '.out', 'wb') as out, open(stem + '.err', 'wb') as err:
-            self.process = subprocess.Popen(self.argv, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        with open(stem + '.out', 'wb') as out, open(stem + '.err', 'wb') as err, tempfile.TemporaryFile() as given:
+            given.write(stdin.encode())
+            given.seek(0)
+            self.process = subprocess.Popen(self.argv, cwd=directory, env=environment, stdin=given, stdout=out, stderr=err)
         self.pid = self.process.pid
 
     @property
@@ -528,36 +519,15 @@ class World:
 
     # -------- commands --------
 
-    def cli(self, *argv: Any, stdin: Optional[str] = None, env: Optional[Dict[str, str]] = None, timeout: float = 60, python: str = '',
-            cwd: Optional[str] = None) -> Outcome:
-        """Run `torc.py ARGV` as a program, to its end (through stub_path)."""
-        process = subprocess.Popen(
-            self.command(argv, python), cwd=cwd or self.directory, env=dict(self.environment, **(env or {})),
-            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            encoding='utf-8', errors='replace')
-        try:
-            out, err = process.communicate(stdin, timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = self.drain(process)
-            raise AssertionError(f'{argv} did not end within {timeout:g} s\n{Outcome(-9, out, err)}') from None
-        return Outcome(process.returncode, out, err)
+    def cli(self, *argv: Any, timeout: float = 60, **how: Any) -> Outcome:
+        """Run `torc.py ARGV` as a program, to its end (through stub_path); `start` says how."""
+        return self.start(*argv, **how).finish(timeout)
 
     @staticmethod
     def command(argv: Sequence[Any], python: str = '') -> List[bytes]:
         """Words of a program that is torc.py, in UTF-8 whatever this process's locale is."""
         words = (python or sys.executable, stub_path(), *argv)
         return [str(word).encode('utf-8', 'surrogateescape') for word in words]
-
-    @staticmethod
-    def drain(process: Any) -> Tuple[str, str]:
-        """What a killed program had said. A grandchild may still hold its pipes: wait no longer than a second."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=1)
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream:
-                stream.close()
-        return '(its output is still held open)', ''
 
     def main(self, *argv: Any, env: Optional[Dict[str, str]] = None) -> Outcome:
         """Run `torc.main(ARGV)` in this process, in the world's directory and environment."""
@@ -580,11 +550,11 @@ class World:
             os.environ.clear()
             os.environ.update(environment)
 
-    def start(self, *argv: Any, env: Optional[Dict[str, str]] = None, cwd: Optional[str] = None) -> Background:
+    def start(self, *argv: Any, stdin: str = '', env: Optional[Dict[str, str]] = None, cwd: Optional[str] = None, python: str = '') -> Background:
         """Start `torc.py ARGV` beside the test."""
         stem = os.path.join(self.root, 'logs', str(len(self.started)))
         environment = dict(self.environment, **(env or {}))
-        process = Background(self.command(argv), cwd or self.directory, environment, stem)
+        process = Background(self.command(argv, python), cwd or self.directory, environment, stem, stdin)
         self.started.append(process)
         return process
 
@@ -754,12 +724,6 @@ class HarnessTest(unittest.TestCase):
     @slow
     def test_a_worker_that_ends_hangs_or_stops_fails_its_test_and_the_rest_is_run(self):
         class First(unittest.TestCase):
-            @classmethod
-            def tearDownClass(cls):
-                if cls in over:
-                    raise ValueError('once more')
-                over.append(cls)
-
             def test_it_passes(self):
                 self.assertTrue(os.environ['HOME'] not in homes)
 
@@ -784,8 +748,7 @@ class HarnessTest(unittest.TestCase):
                 with self.subTest('part'):
                     self.fail('this')
 
-        class Lacks(First):
-            def test_it_skips(self):
+            def test_it_lacks(self):
                 need('wanted', False, 'more')
 
         class Changes(First):
@@ -798,30 +761,22 @@ class HarnessTest(unittest.TestCase):
             def setUpClass(cls):
                 raise ValueError('that')
 
-        class Last(First):
-            pass
-
-        homes, over = [os.environ['HOME']], []
-        cases = [Ends, Hangs, First, Stops, Fails, Lacks, Changes, CannotBegin, Last]
+        homes, cases = [os.environ['HOME']], [Ends, Hangs, Changes, First, Stops, Fails, CannotBegin]
         faulthandler.cancel_dump_traceback_later()      # its thread is not the forked workers', who would wait for it
-        for jobs in (1, 2):
-            suites = [unittest.TestLoader().loadTestsFromTestCase(case) for case in cases]
-            score, out = Score(is_verbose=False), io.StringIO()
-            with contextlib.redirect_stdout(out):
-                run_in_workers(suites, jobs, ['wanted'], score, limit_s=1.0)
-            found = {title: texts[0] for title, texts in score.failed.items()}
-            self.assertRegex(found.pop('Ends.test_it_dies'), r'^its process ended \(wait status 9\)')
-            self.assertRegex(found.pop('Hangs.test_it_hangs'), r'^its process ended \(wait status 256\)')
-            self.assertRegex(found.pop('Stops.test_it_hangs'), r'^its process ended \(wait status 9\)')
-            self.assertRegex(found.pop('Fails.test_it_fails'), r'(?s)^\[part\].*AssertionError: this')
-            self.assertEqual("the group 'wanted' is required here: more", found.pop('Lacks.test_it_skips'))
-            self.assertEqual('it has left changes for the next test: torc.__version__, $HOME, directory, environment',
-                             found.pop('Changes.test_it_changes'))
-            (_, text), = found.items()
-            self.assertIn('ValueError: that', text)
-            self.assertEqual({'some': {'more'}}, score.groups)
-            self.assertEqual('FFFFFFssss', ''.join(sorted(out.getvalue())))
-            self.assertEqual({'ok': 5, 'skipped': 4, 'FAILED': 6}, score.counts)
+        suites = [unittest.TestLoader().loadTestsFromTestCase(case) for case in cases]
+        score = Score(is_verbose=False)
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_in_workers(suites, 2, ['wanted'], score, limit_s=1.0)
+        for title, wanted in (
+                ('Ends.test_it_dies', r'its process ended \(wait status 9\)'), ('Hangs.test_it_hangs', r'its process ended \(wait status 256\)'),
+                ('Stops.test_it_hangs', r'its process ended \(wait status 9\)'), ('Fails.test_it_fails', r'(?s)\[part\].*AssertionError: this'),
+                ('Fails.test_it_lacks', "the group 'wanted' is required here: more"),
+                ('Changes.test_it_changes', 'it has left changes for the next test: torc.__version__, \\$HOME, directory, environment')):
+            self.assertRegex(score.failed.pop(title)[0], wanted)
+        (text,), = score.failed.values()
+        self.assertIn('ValueError: that', text)
+        self.assertEqual({'some': {'more'}}, score.groups)
+        self.assertEqual({'ok': 3, 'skipped': 3, 'FAILED': 6}, score.counts)
 
 
 # -------- Slurm: real where it can be, scripted for what a healthy one never says --------
@@ -917,7 +872,6 @@ class Allocation(NamedTuple):
 
 class FakeCall(NamedTuple):
     """One call of a program of Slurm's."""
-    at: float       # seconds since 1970
     name: str
     argv: List[str]     # without the program
 
@@ -925,8 +879,7 @@ class FakeCall(NamedTuple):
 class FakeSlurm:
     """Programs that are called instead of Slurm's, and what they were called with.
 
-    A script is shell text, or any other program that begins with '#!'; "$fake" is a directory that shell text may
-    use. What has none fails with a message.
+    A script is shell text; "$fake" is a directory that it may use. What has none fails with a message.
     """
     NAMES = ('sbatch', 'srun', 'squeue', 'sstat', 'sacct', 'scancel', 'sinfo', 'scontrol')
 
@@ -945,9 +898,6 @@ class FakeSlurm:
     def write(self, name: str, script: str) -> None:
         """Write a program, or replace it: the next call counts."""
         script = textwrap.dedent(script)
-        if script.startswith('#!'):
-            self.install(name + '.body', script)
-            script = 'exec "$0.body" "$@"'
         log = f'printf "%s\\0" program "$@" > "$fake/calls/$(date +%s.%N) {name} $$"'
         self.install(name, f'#!/bin/sh\nfake={shlex.quote(self.directory)}\n{log}\n{script}\n')
 
@@ -961,12 +911,11 @@ class FakeSlurm:
     def calls(self, *names: str) -> List[FakeCall]:
         """All calls so far, or those of some programs, in order."""
         found = []
-        for entry in os.listdir(self.path('calls')):
-            at, name, _ = entry.split()
-            words = read_text(self.path('calls', entry)).split('\0')
-            if words[-1:] == [''] != words:     # else it is just being written
-                found.append(FakeCall(float(at), name, words[1:-1]))
-        return sorted(call for call in found if not names or call.name in names)
+        for entry in sorted(os.listdir(self.path('calls'))):       # each begins with its time
+            name, words = entry.split()[1], read_text(self.path('calls', entry)).split('\0')
+            if words[-1:] == [''] != words and (not names or name in names):       # else it is just being written
+                found.append(FakeCall(name, words[1:-1]))
+        return found
 
 
 class SlurmTest(WorldTest):
@@ -1159,9 +1108,6 @@ class VocabularyTest(unittest.TestCase):
             flags = (row.is_final, row.is_finished, row.is_bad, row.is_done, row.is_active)
             self.assertEqual(wanted, dict(zip(wanted, [str(row.code), row.name] + ['yes' if flag else '' for flag in flags])))
 
-    def test_each_status_has_a_symbol_of_its_own(self):
-        self.assertEqual(len(torc.STATUSES), len({row.symbol for row in torc.STATUSES}))
-
     def test_exits_of_errors_stand_in_the_table(self):
         codes = {row.code for row in torc.EXITS}
         kinds = [torc.TorcError, torc.BadInput, torc.Refused, torc.NotFound, torc.Conflict, torc.Denied, torc.Unreachable]
@@ -1174,138 +1120,78 @@ class VocabularyTest(unittest.TestCase):
 class PlainToolsTest(unittest.TestCase):
     """Text and value, there and back."""
 
-    def check(self, parse: Callable[[str], Any], table: str) -> None:
-        """Rows of text and value; 'error' where the text is refused."""
-        for row in rows_of(table):
-            with self.subTest(row['text']):
-                if row['value'] == 'error':
-                    self.assertRaises(ValueError, parse, row['text'])
-                else:
-                    self.assertEqual(float(row['value']), parse(row['text']))
-
-    def test_memory(self):
-        self.check(torc.parse_memory, '''
-            text    value
-            0       0
-            512     512
-            1k      1024
-            512m    536870912
-            2G      2147483648
-            1t      1099511627776
-            +3k     3072
-            4GB     4294967296
-            1.5     error
-            -1      error
-            m       error
-            -       error
-            9223372036854775808   error
-            ''')
-
-    def test_durations(self):
-        self.check(torc.parse_duration, '''
-            text        value
-            PT30S       30
-            PT1M        60
-            P0DT1M      60
-            PT1H30M     5400
-            P1DT12H     129600
-            P2W         1209600
-            P1Y         31557600
-            P1M         2629800
-            PT          0
-            PT1.5S      1
-            0.5s        0.5
-            P           error
-            PT1H30      error
-            P1H         error
-            PT-1S       error
-            -           error
-            ''')
-        for seconds in (0, 1, 59, 60, 3600, 3661, 86400, 90061, 10 ** 7):
-            self.assertEqual(seconds, torc.parse_duration(torc.format_duration(seconds)))
-
-    def test_walltimes_are_slurms(self):
-        self.check(torc.parse_walltime, '''
-            text         value
-            5            300
-            5:30         330
-            01:00:00     3600
-            1-0          86400
-            1-12         129600
-            1-12:30      131400
-            1-12:30:15   131415
-            1:2:3:4      error
-            1h           error
-            -            error
-            ''')
-        digits = '9' * 5000     # Python from 3.11 on refuses to read so many
-        for text in (digits, digits + ':00:00', '1-' + digits):
-            self.assertRaisesRegex(ValueError, 'is not a walltime', torc.normalize_walltime, text)
-        for seconds in (0, 1, 3599, 86399, 86400, 129615):
-            self.assertEqual(seconds, torc.parse_walltime(torc.format_walltime(seconds)))
-
-    WRITTEN = (     # how it is brought to the form that is kept, how that is read, and what becomes what
-        (torc.normalize_memory, torc.parse_memory, '''
+    READ = (        # how it is read, texts and what becomes of each; _ is a blank
+        (torc.parse_memory, '0 0   512 512   1k 1024   512m 536870912   2G 2147483648   1t 1099511627776   +3k 3072   4GB 4294967296'),
+        (torc.normalize_memory, '''
             8 8   8g 8g   512M 512M   +3k +3k   8GB 8g   8gb 8g   8Gi 8g   8GiB 8g   8_GB 8g   2048_MB 2g
             1.5g 1536m   0.1g 104858k   1.2k 2k   3TB 3t   100B 1k   2048_bytes 2k
             '''),
-        (torc.normalize_duration, torc.parse_duration, '''
+        (torc.normalize_slurm_memory, '''
+            0 0   4096 4096   240G 240G   240GB 240G   8Gi 8G   240_GB 240G   1.5G 1536M   1.5k 2K   100_bytes 1K
+            '''),
+        (torc.parse_duration, '''
+            PT30S 30   PT1M 60   P0DT1M 60   PT1H30M 5400   P1DT12H 129600   P2W 1209600   P1Y 31557600   P1M 2629800
+            PT 0   PT1.5S 1   0.5s 0.5
+            '''),
+        (torc.parse_seconds, '90 90   .5 0.5   2m 120   PT1M 60'),
+        (torc.normalize_duration, '''
             PT30M PT30M   P2W P2W   PT PT   P1DT12H P1DT12H   30m PT30M   90s PT1M30S   2h PT2H   1d P1D   2w P14D
             1h30m PT1H30M   1d_12h P1DT12H   1.5h PT1H30M   2_hours PT2H   45_min PT45M   10_Seconds PT10S   1:00:00 PT1H
             00:00:45 PT45S   1-12:00:00 P1DT12H   1-12 P1DT12H   pt2h PT2H   0s PT0S   1.5s PT1S
             '''),
-        (torc.normalize_walltime, torc.parse_walltime, '''
+        (torc.parse_walltime, '5 300   5:30 330   01:00:00 3600   1-0 86400   1-12 129600   1-12:30 131400   1-12:30:15 131415'),
+        (torc.normalize_walltime, '''
             45 45   5:30 5:30   01:00:00 01:00:00   1-12:30 1-12:30   45m 00:45:00   2h 02:00:00   1d12h 1-12:00:00
             PT30M 00:30:00   1.5s 00:00:02
             '''),
-        (torc.normalize_slurm_memory, functools.partial(torc.parse_memory, default_unit='m'), '''
-            0 0   4096 4096   240G 240G   240GB 240G   8Gi 8G   240_GB 240G   1.5G 1536M   1.5k 2K   100_bytes 1K
+        (torc.parse_time, '''
+            1970-01-01T00:00:00Z 0   2026-11-21T09:28:54.436Z 1795253334.436   2026-11-21T10:28:54.436+01:00 1795253334.436
+            2026-11-21_04:28:54.436-0500 1795253334.436
             '''))
 
-    def test_what_people_write_becomes_what_is_kept(self):
-        for normalize, parse, table in self.WRITTEN:
+    def test_what_people_write_is_read_and_becomes_what_is_kept(self):
+        for read, table in self.READ:
             words = table.split()
-            for text, kept in zip(words[::2], words[1::2]):
-                with self.subTest(text, form=normalize.__name__):
-                    self.assertEqual(kept, normalize(text.replace('_', ' ')))
-                    self.assertGreaterEqual(parse(kept), 0)
-        self.assertEqual(8 * 1024 ** 3, torc.parse_memory(torc.normalize_slurm_memory('8GiB'), 'm'))
+            for text, wanted in zip(words[::2], words[1::2]):
+                with self.subTest(text, function=read.__name__):
+                    value = read(text.replace('_', ' '))
+                    self.assertEqual(wanted if isinstance(value, str) else float(wanted), value)
+                    if isinstance(value, str):
+                        self.assertEqual(value, read(value))
+        for seconds in (0, 1, 59, 60, 3600, 3661, 86399, 86400, 90061, 10 ** 7):
+            for parse, format in ((torc.parse_duration, torc.format_duration), (torc.parse_walltime, torc.format_walltime)):
+                self.assertEqual(seconds, parse(format(seconds)))
+        self.assertEqual(8 * 1024 ** 3, torc.parse_memory('8192', 'm'))
 
     def test_what_cannot_be_read_is_refused_with_an_example(self):
         memory = 'is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB'
         duration = 'is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M'
         walltime = 'is not a walltime: write HH:MM:SS, D-HH:MM:SS, or such as 30m, 2h or 1d12h'
+        digits = '9' * 5000     # Python from 3.11 on refuses to read so many
         rows = [
-            *((torc.normalize_memory, text, memory) for text in ('8X', '', '-1g', 'GB', '1e3', '8 g b', '1.5', '8kytes')),
+            *((torc.normalize_memory, text, memory)
+              for text in ('8X', '', '-1g', 'GB', '1e3', '8 g b', '1.5', '8kytes', '9223372036854775808')),
             (torc.normalize_slurm_memory, 'much', memory),
             (torc.parse_memory, '9999999999999t', 'is more memory than can be counted'),
             *((torc.normalize_duration, text, duration)
-              for text in ('x', '', 'P', 'PT1H30', '5m3d', '500ms', '1 month', '1:2:3:4', '-5m')),
+              for text in ('x', '', 'P', 'P1H', 'PT-1S', 'PT1H30', '5m3d', '500ms', '1 month', '1:2:3:4', '-5m')),
             (torc.normalize_duration, '45', 'may be seconds, minutes or hours: write 45s, 45m or 45h'),
             (torc.normalize_duration, '30:00', 'may be hours and minutes or minutes and seconds: write 30:00:00 or 0:30:00'),
             (torc.normalize_duration, '99999999999999999999d', 'is longer than can be counted'),
-            *((torc.normalize_walltime, text, walltime) for text in ('much', '', '1:2:3:4', '5m3d'))]
+            *((torc.normalize_walltime, text, walltime)
+              for text in ('much', '', '1:2:3:4', '5m3d', digits, digits + ':00:00', '1-' + digits)),
+            *((torc.parse_walltime, text, 'is not a walltime: write HH:MM:SS or D-HH:MM:SS') for text in ('1:2:3:4', '1h', '')),
+            *((torc.parse_time, text, 'is not a time: write 2026-11-21T18:30:00Z, or with an offset as +01:00')
+              for text in ('2026-11-21', 'yesterday')),
+            (torc.parse_time, '2026-02-30T00:00:00Z', 'is not a time that exists')]
         for parse, text, message in rows:
-            with self.subTest(text), self.assertRaises(ValueError) as caught:
+            with self.subTest(text[:50]), self.assertRaises(ValueError) as caught:
                 parse(text)
             self.assertEqual(f'{text!r} {message}', str(caught.exception))
-
-    def test_times(self):
-        self.check(torc.parse_time, '''
-            text                             value
-            1970-01-01T00:00:00Z             0
-            2026-11-21T09:28:54.436Z         1795253334.436
-            2026-11-21T10:28:54.436+01:00    1795253334.436
-            2026-11-21 04:28:54.436-0500     1795253334.436
-            2026-02-30T00:00:00Z             error
-            2026-11-21                       error
-            yesterday                        error
-            ''')
 
     VALUES = (      # function, what it is given, what it answers
         *((torc.format_memory, size, text) for size, text in (
             (0, '0B'), (1023, '1023B'), (1024, '1.0KB'), (512 * 1024 ** 2, '512.0MB'), (1.5 * 1024 ** 3, '1.5GB'), (2 * 1024 ** 4, '2.0TB'))),
-        *((torc.parse_seconds, text, value_s) for text, value_s in (('90', 90), ('.5', 0.5), ('2m', 120), ('PT1M', 60))),
         *((torc.format_time, value_s, text) for value_s, text in (      # of impossible years the nearest
             (1795253334.436, '2026-11-21T09:28:54.436Z'), (1e300, '9999-12-31T23:59:59.000Z'), (-1e18, '1000-01-01T00:00:00.000Z'))),
         *((torc.format_elapsed, value_s, text) for value_s, text in ((5.9, '5s'), (187, '3m 07s'), (7500, '2h 05m'), (97200, '1d 03h'))),
@@ -1350,16 +1236,11 @@ class NamesTest(unittest.TestCase):
 
     BAD = ('', ' ', 'x' * 1001, 'a\nb', 'a\x7f', 'a\x85b', 'a\u2028b', 'a\0b', 'a\ud800')
 
-    def test_names_and_labels_that_cannot_be(self):
-        for name in self.BAD:
-            self.assertTrue(torc.name_error(name), ascii(name))
-        for label in self.BAD + ('a,b', ' a', 'a ', ','):
-            self.assertTrue(torc.label_error(label), ascii(label))
+    def test_a_workflow_file_an_option_and_the_service_refuse_the_same(self):
         self.assertEqual({''}, set(map(torc.name_error, ('a', 'a b', '-', 'x' * 1000, 'é/ü.txt', 'a\u200bb'))))
         self.assertEqual({''}, set(map(torc.label_error, ('gpu', 'big memory'))))
-
-    def test_a_workflow_file_an_option_and_the_service_refuse_the_same(self):
-        for text in self.BAD + ('a,b', ' a'):
+        for text in self.BAD + ('a,b', ' a', 'a ', ','):
+            self.assertEqual((text in self.BAD, True), (bool(torc.name_error(text)), bool(torc.label_error(text))), ascii(text))
             if torc.text_error(text):
                 continue
             wanted = f"label '{torc.shorten(text)}' {torc.label_error(text)}"
@@ -1370,33 +1251,10 @@ class NamesTest(unittest.TestCase):
             self.assertEqual(wanted, caught.exception.message)
             if ',' not in text:
                 self.assertRaisesRegex(ValueError, re.escape(wanted), torc.parse_labels, text)
-            if torc.name_error(text):
+            if text in self.BAD:
                 wanted = f'name {torc.name_error(text)}'
                 self.assertIn(wanted, problems_of({'name': 'w', 'jobs': [{'name': text, 'command': 'c'}]})[0])
                 self.assertRaisesRegex(torc.BadInput, re.escape(wanted), torc.check_value, 'name', 'name', text)
-
-
-class CyclesTest(unittest.TestCase):
-    """Nodes that wait for each other."""
-
-    def find(self, edges: str, most: int = 10) -> List[str]:
-        """Cycles of a graph written as 'ab bc': a waits for b, b for c."""
-        waits = collections.defaultdict(list)
-        for first, second in edges.split():
-            waits[first].append(second)
-        return [''.join(cycle) for cycle in torc.find_cycles(list(waits), lambda node: waits.get(node, ()), most)]
-
-    def test_each_cycle_is_found_once_and_of_entangled_ones_one(self):
-        table = (('ab bc', []), ('aa', ['a']), ('ab ba', ['ab']), ('xa ab bc ca', ['abc']), ('ab ba cd dc', ['ab', 'cd']),
-                 ('ab ba ac ca', ['ab']), ('ab ac bd cd', []))
-        for edges, wanted in table:
-            self.assertEqual(wanted, self.find(edges), edges)
-        self.assertEqual(['ab'], self.find('ab ba cd dc', 1))
-
-    def test_a_chain_as_long_as_a_workflow_has_jobs_is_no_recursion(self):
-        many = 20000
-        self.assertEqual([], torc.find_cycles(range(many), lambda node: [node + 1] if node + 1 < many else []))
-        self.assertEqual([list(range(many))], torc.find_cycles(range(many), lambda node: [(node + 1) % many]))
 
 
 class ExpressionTest(unittest.TestCase):
@@ -1419,112 +1277,79 @@ class FilesTest(WorldTest):
         self.assertEqual(('new', ['state']), (self.world.read('state'), os.listdir(self.world.directory)))
         self.assertEqual(0o600, stat.S_IMODE(os.stat(path).st_mode))
 
-    def test_of_many_that_make_a_file_one_succeeds_with_hard_links_and_without(self) -> None:
-        refused = unittest.mock.patch('os.link', side_effect=PermissionError(1, 'Operation not permitted'))     # as FAT does
-        for number, how in enumerate((contextlib.ExitStack(), refused)):
-            with self.subTest(number), how:
-                path, done = self.world.path(str(number)), []
+    def test_of_two_that_make_a_file_one_succeeds_with_hard_links_without_and_when_nfs_lost_an_answer(self):
+        link = os.link
 
-                def make(name: str) -> None:
-                    with contextlib.suppress(FileExistsError):
-                        torc.write_atomically(path, name.encode(), is_new=True)
-                        done.append(name)
-                threads = [threading.Thread(target=make, args=(f'maker {index}',)) for index in range(20)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-                self.assertEqual([self.world.read(str(number))], done)
-        self.assertEqual(['0', '1'], sorted(os.listdir(self.world.directory)))
-
-    def test_a_link_whose_answer_was_lost_on_nfs_is_ours_and_another_one_is_not(self):
-        link, path = os.link, self.world.path('new')
-
-        def link_twice(*args: Any, **options: Any) -> None:
-            link(*args, **options)
-            link(*args, **options)
-        with unittest.mock.patch('os.link', link_twice):
-            torc.write_atomically(path, b'first', is_new=True)
-            self.assertRaises(FileExistsError, torc.write_atomically, path, b'second', is_new=True)
-        self.assertEqual((b'first', 1, ['new']), (read_bytes(path), os.stat(path).st_nlink, os.listdir(self.world.directory)))
+        def link_twice(*paths: str) -> None:
+            link(*paths)
+            link(*paths)
+        for name, how in (('links', link), ('FAT', PermissionError(1, 'Operation not permitted')), ('NFS', link_twice)):
+            with self.subTest(name), unittest.mock.patch('os.link', side_effect=how):
+                path = self.world.path(name)
+                torc.write_atomically(path, b'first', is_new=True)
+                self.assertRaises(FileExistsError, torc.write_atomically, path, b'second', is_new=True)
+                self.assertEqual((b'first', 1), (read_bytes(path), os.stat(path).st_nlink))
+        self.assertEqual(['FAT', 'NFS', 'links'], sorted(os.listdir(self.world.directory)))
 
     def test_a_new_file_takes_the_place_of_another_and_text_is_added_to_no_link_and_no_pipe(self):
-        rows = (('none', 'new', 'new'), ('old', 'new', 'oldnew'), ('link', 'new', None), ('dangling', 'new', None),
-                ('pipe', 'new', None), ('folder', None, None))
-        for make, place in ((torc.create_file, 1), (torc.append_to_file, 2)):
-            precious = self.world.write('precious', 'kept')
-            for name, *expected in rows:
-                path = self.world.path(name)
-                {'old': lambda: self.world.write('old', 'old'), 'folder': lambda: os.mkdir(path), 'pipe': lambda: os.mkfifo(path),
-                 'link': lambda: os.symlink(precious, path), 'dangling': lambda: os.symlink('nothing', path)}.get(name, bool)()
-                with self.subTest(name, make=make):
-                    if expected[place - 1] is None:
-                        self.assertRaises(OSError, make, path)
-                    else:
-                        with open(make(path), 'w') as file:
+        place = self.world.path
+        for make, wanted in ((torc.create_file, dict.fromkeys(('old', 'link', 'dangling', 'pipe'), 'new')), (torc.append_to_file, {'old': 'oldnew'})):
+            self.world.write('old', 'old')
+            os.symlink(self.world.write('precious', 'kept'), place('link'))
+            os.symlink('nothing', place('dangling'))
+            os.mkfifo(place('pipe'))
+            for name in ('old', 'link', 'dangling', 'pipe'):
+                with self.subTest(name, make=make.__name__):
+                    if name in wanted:
+                        with open(make(place(name)), 'w') as file:
                             file.write('new')
-                        self.assertEqual(expected[place - 1], self.world.read(name))
-                    self.assertEqual('kept', self.world.read('precious'))
-                    self.assertFalse(os.path.exists(self.world.path('nothing')))
-                (os.rmdir if name == 'folder' else os.unlink)(path)
+                        self.assertEqual(wanted[name], self.world.read(name))
+                    else:
+                        self.assertRaises(OSError, make, place(name))
+                    os.unlink(place(name))
+            self.assertEqual(('kept', ['precious']), (self.world.read('precious'), os.listdir(self.world.directory)))
+
+    def test_directories_are_made_by_the_umask_writable_for_nobody_else_but_the_group_of_the_one_above(self):
+        folder, result = self.world.path('a', 'b'), self.world.path('result')
+        for mask, made, above, inner in ((0, 0o755, 0o755, 0o755), (0o002, 0o755, 0o775, 0o775), (0o022, 0o755, 0o2775, 0o2775),
+                                         (0o077, 0o700, 0o2770, 0o2770)):
+            before = os.umask(mask)
+            try:
+                for _ in range(2):
+                    torc.make_directory(folder)
+                    torc.write_atomically(result, b'result', None)
+                modes = [os.stat(path).st_mode for path in (os.path.dirname(folder), folder, result)]
+                os.chmod(folder, above)
+                modes += [os.stat(torc.make_subdirectory(folder, 'in')).st_mode for _ in range(2)]
+            finally:
+                os.umask(before)
+            with self.subTest(f'{mask:o}'):
+                self.assertEqual([made, made, 0o666 & ~mask, inner, inner], list(map(stat.S_IMODE, modes)))
+            shutil.rmtree(self.world.path('a'))
+        torc.make_directory(self.world.path('above', 'private'), 0o700)
+        modes = [os.stat(self.world.path(name)).st_mode for name in ('above', 'above/private')]
+        self.assertEqual([0o755, 0o700], list(map(stat.S_IMODE, modes)))
+        self.assertRaises(NotADirectoryError, torc.make_directory, result)
 
     def test_what_is_no_plain_file_is_not_read_and_holds_up_nobody(self):
         os.mkfifo(self.world.path('pipe'))
         os.symlink(self.world.write('file', 'text'), self.world.path('link'))
-        for name, text in (('pipe', ''), ('link', ''), ('.', ''), ('none', ''), ('file', 'text')):
-            with self.subTest(name):
-                self.assertEqual(text, torc.read_last_line(self.world.path(name)))
-
-    def test_directories_are_made_by_the_umask_writable_for_nobody_else_but_the_group_of_the_one_above(self):
-        rows = rows_of('''
-            umask  made  above  in
-            000    755   755    755
-            002    755   775    775
-            022    755   2775   2775
-            077    700   2770   2770
-            077    700   755    700
-            ''')
-        for row in rows:
-            before = os.umask(int(row['umask'], 8))
-            try:
-                folder = self.world.path('a', 'b')
-                torc.make_directory(folder)
-                torc.make_directory(folder)
-                made = [stat.S_IMODE(os.stat(path).st_mode) for path in (os.path.dirname(folder), folder)]
-                os.chmod(folder, int(row['above'], 8))
-                inside = [torc.make_subdirectory(folder, 'in') for _ in range(2)]
-                with unittest.mock.patch('os.umask'):       # other threads make files meanwhile
-                    torc.write_atomically(self.world.path('result'), b'result', None)
-            finally:
-                os.umask(before)
-            with self.subTest(row):
-                self.assertEqual([row['made']] * 2, [f'{mode:o}' for mode in made])
-                self.assertEqual(row['in'], f'{stat.S_IMODE(os.stat(inside[0]).st_mode):o}')
-                self.assertEqual(0o666 & ~int(row['umask'], 8), stat.S_IMODE(os.stat(self.world.path('result')).st_mode))
-            shutil.rmtree(self.world.path('a'))
-        torc.make_directory(self.world.path('private', 'own'), 0o700)
-        modes = [stat.S_IMODE(os.stat(self.world.path(name)).st_mode) for name in ('private', 'private/own')]
-        self.assertEqual([0o755, 0o700], modes)
-        self.assertRaises(NotADirectoryError, torc.make_directory, self.world.write('file', ''))
+        found = [torc.read_last_line(self.world.path(name)) for name in ('pipe', 'link', '.', 'none', 'file')]
+        self.assertEqual(['', '', '', '', 'text'], found)
 
     def test_what_may_not_be_looked_at_is_not_gone(self):
-        path, place = self.world.path('d/inner/file'), self.world.path('d/inner')
-        rows = [('there', False, False), ('forbidden', False, False), ('deleted', True, True), ('unmounted', True, False)]
-        for state, is_missing, is_deleted in rows:
-            def work() -> int:
-                found = torc.is_missing(path), torc.is_deleted(path)
-                return 0 if found == (is_missing, is_deleted) else 9
-            os.makedirs(place, exist_ok=True)
-            self.world.write('d/inner/file', '')
-            {'deleted': lambda: os.unlink(path), 'unmounted': lambda: shutil.rmtree(place),
-             'forbidden': lambda: os.chmod(place, 0o700)}.get(state, lambda: os.chmod(place, 0o755))()
-            with self.subTest(state):
-                self.assertEqual(0, end_child(run_as(work)) if state == 'forbidden' else work())
+        path = self.world.write('d/inner/file', '')
+        found = [(torc.is_missing(path), torc.is_deleted(path))]
+        for end in (path, os.path.dirname(path)):       # without the directory it is a file system that is not mounted
+            os.rename(end, end + ' away')
+            found.append((torc.is_missing(path), torc.is_deleted(path)))
+        self.assertEqual([(False, False), (True, True), (True, False)], found)
+        os.chmod(self.world.path('d'), 0o700)
+        self.assertEqual(0, end_child(run_as(lambda: torc.is_missing(path))), 'what another user cannot see may be there')
 
     def test_when_a_file_system_is_full(self):
         rows = rows_of('''
             blocks  bfree  bavail  files  ffree  root  full
-            10000   100    100     9      9      -     -
             10000   100    10      9      9      -     yes
             10000   100    10      9      9      yes   -
             10000   10     10      9      9      yes   yes
@@ -1534,8 +1359,7 @@ class FilesTest(WorldTest):
             10      2      2       9      9      -     -
             ''')
         for row in rows:
-            values = {'f_' + name: int(row[name]) for name in ('blocks', 'bfree', 'bavail', 'files', 'ffree')}
-            found = types.SimpleNamespace(f_frsize=4096, **values)
+            found = types.SimpleNamespace(f_frsize=4096, **{'f_' + name: int(row[name]) for name in row if name not in ('root', 'full')})
             with self.subTest(row), unittest.mock.patch('os.statvfs', lambda _: found), \
                     unittest.mock.patch('os.geteuid', lambda: 0 if row['root'] else 1000):
                 self.assertEqual(bool(row['full']), torc.is_disk_full('somewhere'))
@@ -1610,19 +1434,6 @@ class FormatsTest(unittest.TestCase):
                 else:
                     self.assertRaises(torc.BadInput, torc.load_json, case['text'], True)
 
-    def test_the_json_test_suite_passes_but_for_duplicate_keys(self):
-        for case in read_shared('suites/json-test-suite.json'):
-            text = case.get('text')
-            if text is None:
-                text = case['repeat'][0] * case['repeat'][1]
-            data = base64.b64decode(text['b64']) if isinstance(text, dict) else text.encode('utf-8', 'surrogatepass')
-            with self.subTest(case['name']):
-                try:
-                    torc.read_document(data, 'x.json')
-                    self.assertNotEqual(case['expect'], 'n')
-                except torc.BadInput:
-                    self.assertTrue(case['expect'] != 'y' or 'duplicated_key' in case['name'])
-
     def test_the_kdl_test_suite_has_no_misreading_but_of_forms_of_kdl_1(self):
         kdl_1 = {'legacy_raw_string_fail', 'legacy_raw_string_hash_fail', 'multiline_raw_string_single_quote_err_fail',
                  'multiline_string_single_quote_err_fail', 'no_solidus_escape_fail'}
@@ -1638,26 +1449,6 @@ class FormatsTest(unittest.TestCase):
                 exact += 1
         self.assertGreaterEqual(exact, 149)
 
-    def test_real_workflow_files_give_their_recorded_values_and_places(self):
-        names = [name for name in os.listdir(shared('specs')) if name.endswith('.expected.json')]
-        self.assertGreater(len(names), 40)
-        for name in names:
-            source = shared('specs/' + name[:-len('.expected.json')])
-            with self.subTest(name), open(source, 'rb') as file:
-                document = torc.read_document(file.read(), source)
-                self.assertTrue(is_same(document.value, read_shared('specs/' + name)))
-                self.check_places(document, document.value)
-
-    def check_places(self, document: Any, value: Any) -> None:
-        """Every key of a value stands where the document says."""
-        self.assertNotEqual(document.find_position(value), (0, 0))
-        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            line, column = document.find_position(value, key)
-            if isinstance(key, str):
-                self.assertIn(key, document.text.split('\n')[line - 1][column - 1:column + len(key) + 1])
-            if isinstance(child, (dict, list)):
-                self.check_places(document, child)
-
     # -------- values --------
 
     def test_texts_have_the_values_that_their_format_says(self):
@@ -1668,26 +1459,12 @@ class FormatsTest(unittest.TestCase):
                     value = self.value(changed, path)
                     self.assertTrue(is_same(value, wanted), value)
 
-    def test_numbers_keep_their_source_text_where_str_would_change_it(self):
-        for path, text in (('w.yaml', 'v: [1.10, 012, 0x1F, 1, 1.5]'),
-                           ('w.json5', '{v: [1.10, 0x1f, +5, 1, .5]}'),
-                           ('w.kdl', 'metadata { v 1.10 -012 1; }')):
-            values = self.value(text, path).get('v') or self.value(text, path)['metadata']['v']
-            written = re.findall(r'[-+.\w]+', text.split('v', 1)[1])
-            self.assertEqual([getattr(value, 'raw', str(value)) for value in values], written)
-            self.assertFalse(hasattr(values[-2 if path == 'w.yaml' else values.index(1)], 'raw'))
-
     def test_places_survive_merges_tables_and_plain_json(self):
         document = torc.read_document(b'a: &a {x: 1}\nb:\n  <<: *a\n  y: 2\n', 'w.yaml')
         self.assertEqual([document.find_position(document.value['b'], key) for key in ('y', 'x', 'none')], [(4, 3), (3, 3), (3, 3)])
         document = torc.read_document(b'{"a": [1,\n  {"b": 2}]}', 'w.json')
         self.assertEqual(document.find_position(document.value['a'][1], 'b'), (2, 4))
         self.assertEqual(document.find_position({}, 'b'), (0, 0))
-
-    def test_a_long_text_with_an_alias_has_not_too_many_values(self):
-        with unittest.mock.patch('torc.MAX_ALIASED', 10):
-            self.assertEqual(100, len(self.value('a: &a 1\nb: [' + '*a, ' * 5 + '1, ' * 95 + ']\n')['b']))
-            self.assertIn('too many values', self.problem('a: &a [' + '1, ' * 20 + ']\nb: [' + '*a, ' * 50 + ']\n').message)
 
     def test_toml_is_read(self):
         self.assertEqual({'v': 1.1, 'a': {'b': [1]}}, self.value('v = 1.10\n[a]\nb = [1]', 'w.toml'))
@@ -1728,42 +1505,17 @@ class FormatsTest(unittest.TestCase):
                          'w.yaml:2:16: a mapping value is not allowed here: put text with '
                          "': ' in quotes, or check the indentation\n    command: echo x: y\n                   ^")
 
-    @slow
-    def test_hostile_input_is_refused_in_linear_time(self):
-        many = 20000
-        texts = [unit * many for unit in ('[', '{', '{a: ', '- ', '? ', '-', ':', ': ', '&a ', '*', '! ',
-                                          '...\n', '%a\n', '"a\n', "- 'a\n", '/*', '\\\n', 'a {', '/-', '(',
-                                          '[ #a\n', '{a,', '//\n', '\r', '\t', 'a:b ', 'a: b ', 'a: b\n', 'a;', 'b=')]
-        texts += [start + unit * many for start, unit in (('a: 1', '\n'), ('a: 1', ' '), ('a: "', '\\"'),
-                                                          ("a: '", "''"), ('a: ', '9'), ('{"a": ', '9'),
-                                                          ('a: 1.', '0'),
-                                                         ('{a: 0x', 'f'), ('a: |\n', '  x\n'),
-                                                         ('a: >\n', '  x\n\n'), ('a """\n', '\\"'),
-                                                         ('a ', '#'), ('a #"""', '"'), ('a ', '\\'))]
-        texts += [f'a: {quote}x{" " * 5 * many}y{escape}\n z{quote}\n' for quote in '\'"' for escape in ('', '\\t')]
-        texts += [''.join(' ' * i + 'a:\n' for i in range(500)), 'a: 1' + ' ' * many + 'b', '"' * many]
-        for format in ('yaml', 'json5', 'kdl'):
-            for text in texts:
-                started = time.process_time()
-                try:
-                    torc.read_document(text.encode(), 'w', format)
-                except torc.BadInput as error:
-                    self.assertLess(len(error.message), 1000)
-                self.assertLess(time.process_time() - started, 200 * cpu_unit_s(), (format, text[:30]))
-
-    def test_broken_copies_of_real_files_raise_nothing_but_bad_input(self):
-        random.seed(4)
-        for name in ('sample_workflow.yaml', 'sample_workflow.kdl', 'hyperparameter_sweep.json5', 'failure_handler_simulation.json'):
-            text = read_text(shared('specs/' + name))
+    def test_broken_copies_of_files_raise_nothing_but_bad_input(self):
+        rng, pieces = random.Random(4), ['', *'"\'{}[]:\n\t#\\|\u2028', ': ', '&a ', '*a', '- ']
+        for format, text in SAME_WORKFLOW.items():
             for _ in range(150):
-                at, length = random.randrange(len(text)), random.randrange(6)
-                broken = text[:at] + random.choice(['', '"', "'", '{', '}', '[', ']', ':', ': ', '\n', '\t',
-                                                    '#', '\\', '&a ', '*a', '- ', '|',
-                                                    '\u2028']) + text[at + length:]
+                at, length = rng.randrange(len(text)), rng.randrange(6)
+                broken = text[:at] + rng.choice(pieces) + text[at + length:]
                 try:
-                    torc.read_document(broken.encode(), name)
+                    torc.read_document(broken.encode(), 'w.' + format)
                 except torc.BadInput as error:
                     self.assertGreater(error.problems[0].line, 0)
+
 
 YAML_SCALARS = {     # by the core schema of YAML 1.2
     '1:10': '1:10', 'no': 'no', 'on': 'on', 'true': True, '~': None, '': None, '2024-01-02': '2024-01-02', '1_000': '1_000', '0b11': '0b11', '0o17': 15,
@@ -1817,14 +1569,9 @@ MISTAKES = (
     ('w.yaml',  'a: echo a: b\n',               1, 10, "put text with ': ' in quotes"),
     ('w.yaml',  'a: "\\d+"\n',                  1, 5, 'write \\\\ for a backslash, or use single quotes'),
     ('w.yaml',  'a:\n\tb: 1\n',                 2, 1, 'use spaces'),
-    ('w.yaml',  'a: @x\n',                      1, 4, 'text that starts with @ must be in quotes'),
+    *(('w.yaml', f'a: {start}x\n',            1, 4, f'text that starts with {start} must be in quotes') for start in '@!%`'),
     ('w.yaml',  'a: 1\r\nb: 2\r\na: 3\r\n',     3, 1, "duplicate key 'a'"),
-    ('w.yaml',  'a: {b: 1, b: 2}\n',            1, 11, "duplicate key 'b'"),
-    ('w.yaml',  'a: !foo b\n',                  1, 4, 'text that starts with ! must be in quotes'),
-    ('w.yaml',  '%YAML 1.2\na: b\n',            1, 1, 'text that starts with % must be in quotes'),
-    ('w.yaml',  '? a\n: b\n',                   1, 1, 'text that starts with ? must be in quotes'),
     ('w.yaml',  'a: [echo b: c]\n',             1, 11, "put text with ': ' in quotes"),
-    ('w.yaml',  'a: [{i}, 2]\n',                1, 5, 'text that starts with { must be in quotes'),
     ('w.yaml',  'a: &a\n  &b c\n',              2, 3, 'an anchor must stand behind a key or dash'),
     ('w.yaml',  'a: b\n- c\n',                  2, 1, 'cannot follow a mapping entry'),
     ('w.yaml',  'a: [1, 2\nb: 3\n',             2, 1, 'is a bracket missing?'),
@@ -1839,8 +1586,6 @@ MISTAKES = (
     ('w.yaml',  'a0: &a0 [x]\n' + ''.join(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 20)),
                                                 1, 1, 'aliases stand for too many values'),
     ('w.yaml',  b' \n ',                        1, 1, 'the file is empty'),
-    ('w.yaml',  b'\x7fELF\0\1',                1, 1, 'is not allowed'),
-    ('w.yaml',  'a: 1'.encode('utf-16'),        1, 1, '0xff is not UTF-8'),
     ('w.yaml',  b'a: 1\nb: \xc3\xa9\xff',       2, 5, '0xff is not UTF-8'),
     ('w.yaml',  b'a: \x01',                     1, 4, "'\\x01' is not allowed"),
     ('w.json',  '{a: 1}',                       1, 2, 'name the file .json5'),
@@ -1848,7 +1593,6 @@ MISTAKES = (
     ('w.json',  '{"a": [1 2]}',                 1, 10, "expected ',' or ']'"),
     ('w.json5', '{a: text}',                    1, 5, 'text must be in quotes'),
     ('w.json5', '{a: 1 /* x',                   1, 7, 'the comment is not closed'),
-    ('w.kdl',   'name "x"\njobb "a"\n',         2, 1, "did you mean 'job'?"),
     ('w.kdl',   'job "a" {\n depends_onn b\n}', 2, 2, "did you mean 'depends_on'?"),
     ('w.kdl',   'job "a" "b"\n',                1, 9, 'takes only its name'),
     ('w.kdl',   'job "a" path="x"\n',           1, 9, "'path' is not known in a job"),
@@ -1861,7 +1605,6 @@ MISTAKES = (
     ('w.kdl',   'name 1_000\n',                 1, 6, 'begins like a number and is none'),
     ('w.kdl',   'name #inf\n',                  1, 6, 'after # comes true, false, null'),
     ('w.kdl',   'user_data "a" { data "{x"; }', 1, 22, 'must hold JSON'),
-    ('w.kdl',   'user_data "a" { data 1 2; }',  1, 24, 'takes one value'),
     ('w.kdl',   'job "a" {\n',                  1, 10, "'}' is missing"),
     ('w.kdl',   'job "a" { labels; }',          1, 11, "'labels' needs a value"),
     ('w.kdl',   'name "a\\d"',                  1, 8, 'unknown escape \\d'),
@@ -1873,8 +1616,8 @@ class YamlWriterTest(unittest.TestCase):
 
     def test_a_workflow_reads_as_people_write_it(self):
         value = {'name': 'x y', 'empty': '', 'number': '1', 'word': 'No', 'list': [], 'jobs': [
-            {'name': 'a', 'command': 'if true; then\n  echo "a: b"\nfi\n', 'depends_on': ['b', 'c'], 'env': {}},
-            {'name': '{i}', 'command': 'echo # x', 'parameters': {'i': [1, 2.5, True, None]}}], 'nested': [[1, [2]], {'a': [{}]}]}
+            {'name': '{i}', 'command': 'if true; then\n  echo "a: b"\nfi\n', 'env': {}, 'parameters': {'i': [2.5, True, None]}}],
+            'nested': [[1, [2]], {'a': [{}]}]}
         self.assertEqual(textwrap.dedent('''\
             name: x y
             empty: ""
@@ -1882,20 +1625,14 @@ class YamlWriterTest(unittest.TestCase):
             word: "No"
             list: []
             jobs:
-              - name: a
+              - name: "{i}"
                 command: |
                   if true; then
                     echo "a: b"
                   fi
-                depends_on:
-                  - b
-                  - c
                 env: {}
-              - name: "{i}"
-                command: "echo # x"
                 parameters:
                   i:
-                    - 1
                     - 2.5
                     - true
                     - null
@@ -1928,8 +1665,9 @@ class YamlWriterTest(unittest.TestCase):
             self.assertEqual(repr(written), repr(torc.load_yaml(text)[0]), text)
 
     def test_numbers_stay_as_they_were_written(self):
-        value = torc.load_yaml('{a: 1.10, b: 007, c: 0x1F, d: 1e3, e: 5}')[0]
-        self.assertEqual('a: 1.10\nb: 007\nc: 0x1F\nd: 1e3\ne: 5\n', torc.format_yaml(value))
+        for path, text in (('w.yaml', '[1.10, 007, 0x1F, 1e3, 5]'), ('w.kdl', 'metadata { v 1.10 -012 1; }'), ('w.json5', '{v: [1.10, 1, 0x1f]}')):
+            value = torc.read_document(text.encode(), path).value
+            self.assertEqual(re.findall(r'-?[0-9][.\w]*', text), re.findall(r'-?[0-9][.\w]*', torc.format_yaml(value)), path)
         json5 = torc.read_document(b'{a: +5, b: 1.10, c: 0x1F, d: .5}', 'w.json5').value
         self.assertEqual({'a': 5, 'b': 1.1, 'c': 31, 'd': 0.5}, torc.load_yaml(torc.format_yaml(json5))[0])
         self.assertEqual('{\n  "a": 5,\n  "b": 1.10,\n  "c": 31,\n  "d": 0.5\n}\n', torc.format_spec(json5, 'json'))
@@ -1968,15 +1706,30 @@ class SpecFilesTest(unittest.TestCase):
         'timeout_auto_recovery_test_workflow.yaml':
             "55:5: slurm_scheduler 'job_scheduler': unknown field 'num_nodes', did you mean 'nodes'?"}
 
-    def test_they_give_no_warnings_and_those_that_torc_refused_the_reason(self):
+    def test_they_have_their_recorded_values_and_places_and_those_that_torc_refused_are_told_why(self):
+        self.assertGreater(len(spec_names()), 40)
         for name in spec_names():
             with self.subTest(name), open(shared('specs/' + name), 'rb') as file:
+                document = torc.read_document(file.read(), name)
+                if not name.endswith('.kdl'):       # of these there is no other reader
+                    self.assertTrue(is_same(document.value, read_shared(f'specs/{name}.expected.json')))
+                    self.check_places(document, document.value)
                 try:
-                    told = torc.read_plan(torc.read_document(file.read(), name), shared('specs')).warnings
+                    told = torc.read_plan(document, shared('specs')).warnings
                 except torc.BadInput as error:
                     told = error.problems
                 self.assertEqual([f'{name}:{self.REFUSED[name]}'] if name in self.REFUSED else [], list(map(str, told)))
                 self.assertEqual(name in self.REFUSED, 'refused' in read_shared(f'specs/{name}.torc.json'))
+
+    def check_places(self, document: Any, value: Any) -> None:
+        """Every key of a value stands where the document says."""
+        self.assertNotEqual(document.find_position(value), (0, 0))
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            line, column = document.find_position(value, key)
+            if isinstance(key, str):
+                self.assertIn(key, document.text.split('\n')[line - 1][column - 1:column + len(key) + 1])
+            if isinstance(child, (dict, list)):
+                self.check_places(document, child)
 
 
 class ParametersTest(unittest.TestCase):
@@ -1987,26 +1740,21 @@ class ParametersTest(unittest.TestCase):
         cls.cases = read_shared('torc/param_cases.json')
 
     def test_values_are_those_recorded(self):
+        def rounded(rows: Iterable[List[str]]) -> List[List[str]]:     # Torc adds the step again and again, and its noise with it
+            return [[kind, f'{float(text):.12g}' if kind == 'float' else text] for kind, text in rows]
+
         names = {int: 'int', float: 'float', str: 'string'}
         for case in self.cases['parse']:
             with self.subTest(case['input']):
-                case = {**case, **case['ours']} if 'ours' in case else case
-                if case.get('error') and not ('ours' in case and 'values' in case['ours']):
-                    with self.assertRaises(ValueError) as caught:
-                        torc.expand_values(case['input'])
-                    if 'ours' not in case:
-                        self.assertEqual(case['error'], str(caught.exception)[:len(case['error'])] if 'Step' not in case['error'] else 'Step cannot be zero')
+                if 'error' in case.get('ours', case):
+                    self.assertRaises(ValueError, torc.expand_values, case['input'])
                     continue
-                values = [[names[type(value)], torc.format_value(value)] for value in torc.expand_values(case['input'])]
-                if 'values' in case and not ('first' in case):
-                    # Torc adds the step again and again; 0:1:0.1 has its noise, which three cases of the same kind call wrong.
-                    wanted = [[kind, re.sub(r'0000000000000\d+$|9999999999\d+$', '~', text)] for kind, text in case['values']]
-                    self.assertEqual([row for row, want in zip(values, wanted) if '~' not in want[1]],
-                                     [row for row in wanted if '~' not in row[1]])
-                    self.assertEqual(len(case['values']), len(values))
-                else:
-                    self.assertEqual((case['count'], case['first'], case['last']),
-                                     (len(values), values[:len(case['first'])], values[-len(case['last']):]))
+                case = {**case, **case.get('ours', {})}
+                values = rounded([names[type(value)], torc.format_value(value)] for value in torc.expand_values(case['input']))
+                if 'first' in case:
+                    self.assertEqual(case['count'], len(values))
+                    values = values[:len(case['first'])] + values[-len(case['last']):]
+                self.assertEqual(rounded(case['first'] + case['last'] if 'first' in case else case['values']), values)
 
     def test_formats_are_those_recorded(self):
         kinds = {'int': int, 'float': float, 'string': str}
@@ -2121,31 +1869,22 @@ BAD_SPECS = (
         ('input_files: [f]', "input_files: file 'f' not found"),
         ('depends_on_regexes: ["("]', "depends_on_regexes: '(' is not a regular expression: missing ), unterminated subpattern at character 1"),
         ('depends_on_regexes: ["^b"]', "depends_on_regexes: '^b' did not match any job name"),
-        ('depends_on_regexes: ["a"]', 'waits for itself: a -> a'),
-        ('labels: ["x,y"]', "label 'x,y' must be a word without commas and outer blanks"),
         ('stdio: {mode: both}', "stdio: mode must be one of separate, combined, no_stdout, no_stderr, none, not 'both'"),
     )),
     ('jobs: [{name: "j{i}", command: c, %s}]', "job 'j{i}': ", (
-        ('parameters: {i: []}', "parameter 'i' has no values: an empty list makes no instance"),
         ('parameters: {i: "1:2"}, parameter_mode: zipped', "parameter_mode must be one of product, zip, not 'zipped', did you mean 'zip'?"),
     )),
     ('resource_requirements: [{name: r, %s}]', "resource_requirements 'r': ", (
-        ('memory: 4X', "memory '4X' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"),
         ('runtime: 90', "runtime '90' may be seconds, minutes or hours: write 90s, 90m or 90h"),
         ('num_cpus: 0, num_gpus: -1, num_nodes: 0',
          'num_cpus must be at least 1, not 0',
          'num_gpus must be at least 0, not -1',
          'num_nodes must be at least 1, not 0'),
     )),
-    ('slurm_schedulers: [{name: s, account: a, %s}]', "slurm_scheduler 's': ", (
-        ('walltime: long', "walltime 'long' is not a walltime: write HH:MM:SS, D-HH:MM:SS, or such as 30m, 2h or 1d12h"),
-        ('mem: much', "mem 'much' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"),
-    )),
     ('execution_config: {%s}', 'execution_config: ', (
         ('stdio: {delete_on_success: 1}, job_stdio_overrides: {x: {mod: none}}',
          'stdio: delete_on_success must be true or false, not 1',
          "stdio 'x': unknown field 'mod', did you mean 'mode'?"),
-        ('sigterm_lead_seconds: soon', "sigterm_lead_seconds 'soon' is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M"),
         ('mode: slurm, limit_resources: false, oom_exit_code: 137',
          'limit_resources: false does not go with mode slurm: remove it, or set mode: direct',
          'oom_exit_code does not go with mode slurm: remove it, or set mode: direct'),
@@ -2166,12 +1905,10 @@ BAD_SPECS = (
     )),
     ('user_data: [{name: u, data: %s}]', "user_data 'u': ", (
         ('.nan', 'data holds NaN or infinity, which JSON cannot: put it in quotes'),
-        ('1e999', 'data holds NaN or infinity, which JSON cannot: put it in quotes'),
         ('[99999999999999999999]', 'data holds a number that is too large for 64 bits: put it in quotes'),
     )),
     ('%s', 'workflow: ', (
         ('jobs: {name: a}', 'jobs must be a list (each entry begins with "- "), not a mapping'),
-        ('slurm_config: {}', "unknown field 'slurm_config', did you mean 'execution_config'?"),
         ('env: {A: null}', '\'A\' of env must be text, not null: put it in quotes ("null") if you mean the word'),
         ('env: {A-B: x}', "'A-B' of env must be a name of letters, digits and _, not 'A-B'"),
         ('env: [a]', 'env must be a mapping, not a list'),
@@ -2196,16 +1933,12 @@ BAD_SPECS = (
         ('jobs: [{name: a, command: "cat ${files.inputs}", timeout: 0}]',
          "job 'a': timeout must be at least 1, not 0",
          "job 'a': ${files.inputs} stands for nothing: the job has no input_files"),
-        ('jobs: [{name: a, comand: c}]', "job 'a': command is missing", "job 'a': unknown field 'comand', did you mean 'command'?"),
         ('jobs: [{command: c}]', 'job 1: name is missing'),
         ('jobs: [a]', "job 1: must be a mapping, not 'a'"),
         ('jobs: [{name: one, command: c}, {name: a, command: c, depends_on: [oen]}]', "job 'a': depends_on: job 'oen' not found, did you mean 'one'?"),
         ('jobs: [{name: a, command: c}, {name: a, command: d}]', "job 'a': the name 'a' is taken, in line 2: give each its own"),
         ('{files: [{name: f, path: p}, {name: f, path: p}, {name: g, path: g}], jobs: [{name: a, command: c, output_files: [f]}, {name: b, command: c, output_files: [g]}]}',
          "file 'f': the name 'f' is taken, in line 2: give each its own"),
-        ('jobs: [{name: "", command: c}]', "job '': name must not be empty"),
-        ('jobs: [{name: "a\\u0007", command: c}]', "job 'a\\x07': name holds the control character '\\x07': remove it"),
-        ('jobs: [{name: a, command: "c\\0"}]', "job 'a': command holds the character '\\x00', which cannot be stored: remove it"),
         ('jobs: [{name: a, command: "c ${files.input.f}"}]', "job 'a': command: file 'f' not found"),
         ('jobs: [{name: a, command: "c ${user_data.output.u}"}]', "job 'a': command: user_data 'u' not found"),
         ('{jobs: [{name: a, command: "c ${user_data.input.u}"}], user_data: [{name: u}]}',
@@ -2232,44 +1965,19 @@ BAD_SPECS = (
          'execution_config: termination_signal does not go with mode auto, which is slurm here: remove it, or set mode: direct'),
         ('{slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, start_one_worker_per_node: true}]}',
          'action 1: start_one_worker_per_node needs mode direct in execution_config, not auto'),
-        ('resource_monitor: {interval: 1}', "resource_monitor: unknown field 'interval'"),
         ('{parameters: {i: "1:3"}, jobs: [{name: a, command: "echo {i}"}]}',
          "job 'a': command holds {i}, but 'i' is not used here: add it to use_parameters, or declare it under parameters"),
         ('jobs: [{name: j, command: c, parameters: {i: "1:2"}}]',
          "job 'j': parameters make several with the name 'j': put every parameter into the name, or collect with depends_on_regexes or input_file_regexes instead of parameters"),
-        ('jobs: [{name: a, command: c, depends_on: [j1]}, {name: "j{i:03d}", command: c, parameters: {i: "5:1"}}]',
-         "job 'j{i:03d}': parameter 'i' '5:1' has no values: the step leads away from the end"),
-        ('jobs: [{name: "j{i:03d}", command: c, parameters: {i: [x]}}]', "job 'j{i:03d}': parameter 'i' in name: format '03d' does not suit the text x"),
         ('{parameters: {seed: "1:2"}, jobs: [{name: "j{seed}", command: c, use_parameters: [sed]}]}',
          "job 'j{seed}': use_parameters names 'sed', no parameter of the workflow, did you mean 'seed'?"),
     )),
 )
 
-WARNED_SPECS = (
-    # YAML with {} around it and name: w before it                                              the warnings
-    ('resource_requirements: [{name: r, memory: 8}, {name: s, memory: 8g}]',
-     ["resource_requirements 'r': memory 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes"]),
-    ('jobs_sort_method: none',                                                                   ['workflow: jobs_sort_method has no effect: jobs are claimed by priority, then GPUs, runtime, memory and CPUs']),
-    ('jobs: [{name: a, command: c, label: gpu, supports_termination: true}, {name: b, command: c, blocked_by: [a]}]',
-     ["job 'a': 'label' is an old name: write 'labels'", "job 'a': supports_termination has no effect: every job is sent the termination signal",
-      "job 'b': 'blocked_by' is an old name: write 'depends_on'"]),
-    ('resource_monitor: {metrics: [cpu, memory]}',                                               ['resource_monitor: metrics has no effect: CPU and memory are measured, see jobs and compute_node']),
-    ('failure_handlers: [{name: h, rules: [{exit_codes: [255]}, {max_retries: 2}]}]',
-     ["failure_handler 'h': rule 2: never applies: give it exit_codes, or match_all_exit_codes: true"]),
-    ('jobs: [{name: "j{i}", command: "awk \'{print}\' {i} ${x} { y } {a,b} {seed}", parameters: {i: "1:2"}}]',
-     ["job 'j{i}': command holds {print}, which is no parameter and stays as it is", "job 'j{i}': command holds {seed}, which is no parameter and stays as it is"]),
-    ('{variables: {site: x}, description: "at {sight}"}',                                        ["workflow: description holds '{sight}', which is no variable, did you mean 'site'?"]),
-    ('files: [{name: f, path: x}, {name: g, path: x}]',                                          ["workflow: files 'f' and 'g' have the same path: jobs are linked by the name of a file only"]),
-    ('execution_config: {mode: slurm, staggered_start: true, enable_cpu_bind: true}',            []),
-    ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9, timeout_exit_code: 9}', []),
-    ('resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1, generate_plots: true}', []),
-    ('{slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]}', []),
-)
-
 MONITOR = {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True, 'granularity': 'summary'}, 'compute_node': None,
            'sample_interval_seconds': 10, 'flush_interval_seconds': 300, 'generate_plots': False}
 PLANNED_SPECS = (
-    # as above; then a place in the plan's body and what is there, several times
+    # YAML with {} around it and name: w before it; then a place in the plan's body and what is there, several times. There are no other warnings
     # what nothing is said of has Torc's defaults
     ('',                                                'workflow', {
         'name': 'w', 'compute_node_wait_for_new_jobs_seconds': 90, 'compute_node_ignore_workflow_completion': False, 'compute_node_min_time_for_new_jobs_seconds': None,
@@ -2277,12 +1985,12 @@ PLANNED_SPECS = (
     # text fields take the source text of numbers
     ('{project: 012, description: 1.10}',               'workflow.project', '012', 'workflow.description', '1.10'),
     ('jobs: [{name: 007, command: 1e3, env: {A: 0.60}}]', 'jobs.0.name', '007', 'jobs.0.command', '1e3', 'jobs.0.env', {'A': '0.60'}),
-    ('files: [{name: 5, path: 1_000}]',                 'files.0.name', '5', 'files.0.path', '1_000'),
     ('slurm_schedulers: [{name: s, account: 012345, walltime: 60}]', 'slurm_schedulers.0.account', '012345', 'slurm_schedulers.0.walltime', '60'),
     # units as people write them are kept in Torc's forms
     ('resource_requirements: [{name: r, memory: 8GB, runtime: 1d12h}, {name: s, memory: 512M, runtime: PT90M}, {name: t, memory: 8}]',
      'resource_requirements.0.memory', '8g', 'resource_requirements.0.runtime', 'P1DT12H',
-     'resource_requirements.1.memory', '512M', 'resource_requirements.1.runtime', 'PT90M', 'resource_requirements.2.memory', '8'),
+     'resource_requirements.1.memory', '512M', 'resource_requirements.1.runtime', 'PT90M', 'resource_requirements.2.memory', '8',
+     'warnings', ["resource_requirements 't': memory 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes"]),
     ('slurm_schedulers: [{name: s, account: a, mem: 16 GiB, walltime: 2h}]', 'slurm_schedulers.0.mem', '16G', 'slurm_schedulers.0.walltime', '02:00:00'),
     ('{compute_node_wait_for_new_jobs_seconds: 5m, compute_node_wait_for_healthy_database_minutes: 1h}',
      'workflow.compute_node_wait_for_new_jobs_seconds', 300, 'workflow.compute_node_wait_for_healthy_database_minutes', 60),
@@ -2290,19 +1998,23 @@ PLANNED_SPECS = (
      'workflow.execution_config', {'mode': 'direct', 'sigterm_lead_seconds': 3600, 'sigkill_headroom_seconds': 90}),
     ('resource_monitor: {sample_interval_seconds: 30s}', 'workflow.resource_monitor_config', dict(MONITOR, sample_interval_seconds=30)),
     # the monitor is on unless it is switched off
-    ('resource_monitor: {}',                            'workflow.resource_monitor_config', MONITOR),
-    ('resource_monitor: {metrics: [cpu]}',              'workflow.resource_monitor_config', MONITOR),
+    ('resource_monitor: {metrics: [cpu]}',              'workflow.resource_monitor_config', MONITOR,
+     'warnings', ['resource_monitor: metrics has no effect: CPU and memory are measured, see jobs and compute_node']),
     ('resource_monitor: {enabled: false}',              'workflow.resource_monitor_config', dict(MONITOR, enabled=False, jobs=None)),
     ('resource_monitor: {granularity: time_series}',    'workflow.resource_monitor_config', dict(MONITOR, granularity='time_series', jobs=None)),
     ('resource_monitor: {jobs: {enabled: false}}',      'workflow.resource_monitor_config',
      dict(MONITOR, enabled=False, jobs={'enabled': False, 'granularity': 'summary'})),
     # old names, and what is left out
-    ('jobs: [{name: a, command: c, label: gpu}, {name: b, command: c, blocked_by: [a]}]', 'dependency_sets', [[0]], 'kinds.0', [None, 0, None, ['gpu']]),
+    ('jobs: [{name: a, command: c, label: gpu, supports_termination: true}, {name: b, command: c, blocked_by: [a]}]',
+     'dependency_sets', [[0]], 'kinds.0', [None, 0, None, ['gpu']],
+     'warnings', ["job 'a': 'label' is an old name: write 'labels'",
+                  "job 'a': supports_termination has no effect: every job is sent the termination signal",
+                  "job 'b': 'blocked_by' is an old name: write 'depends_on'"]),
+    ('jobs_sort_method: none', 'warnings', ['workflow: jobs_sort_method has no effect: jobs are claimed by priority, then GPUs, runtime, memory and CPUs']),
     ('resource_requirements: [{name: r}]',              'resource_requirements.0',
      {'name': 'r', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m', 'runtime': 'PT1H'}),
     ('metadata: \'{"a": 1}\'',                          'workflow.metadata', {'a': 1}),
-    # nested too deeply for JSON it is text
-    (f'metadata: "{"[" * 900}{"]" * 900}"',             'workflow.metadata', '[' * 900 + ']' * 900),
+    ('metadata: "{a"',                                  'workflow.metadata', '{a'),
     # variables are replaced everywhere in one pass, as strange as their texts are
     ('{variables: {site: "x{{y"}, description: "at {site:>9} {site:.1} ${site}"}', 'workflow.description', 'at      x{{y x ${site}'),
     ('{variables: {n: "1:2", dir: "${HOME}/d"}, jobs: [{name: "j{i}", command: "{dir} {i}", parameters: {i: "{n}"}}]}',
@@ -2310,7 +2022,15 @@ PLANNED_SPECS = (
     ('{variables: {site: x}, slurm_schedulers: [{name: s, account: "{site}"}], user_data: [{name: u, data: {variables: "{site}"}}]}',
      'slurm_schedulers.0.account', 'x', 'user_data.0.data', {'variables': 'x'}),
     ('jobs: [{name: "j{i}", command: "awk \'{print}\' {i} ${x} { y } {a,b} {seed}", parameters: {i: [1]}}]',
-     'jobs.0.command', "awk '{print}' 1 ${x} { y } {a,b} {seed}"),
+     'jobs.0.command', "awk '{print}' 1 ${x} { y } {a,b} {seed}",
+     'warnings', [f"job 'j{{i}}': command holds {word}, which is no parameter and stays as it is" for word in ('{print}', '{seed}')]),
+    ('{variables: {site: x}, description: "at {sight}"}',
+     'warnings', ["workflow: description holds '{sight}', which is no variable, did you mean 'site'?"]),
+    # what else may be a mistake
+    ('failure_handlers: [{name: h, rules: [{exit_codes: [255]}, {max_retries: 2}]}]',
+     'warnings', ["failure_handler 'h': rule 2: never applies: give it exit_codes, or match_all_exit_codes: true"]),
+    ('files: [{name: f, path: x}, {name: g, path: x}]',
+     'warnings', ["workflow: files 'f' and 'g' have the same path: jobs are linked by the name of a file only"]),
     # tokens add relations and never replace listed ones
     ('{files: [{name: f, path: d/f}, {name: g, path: d/g}, {name: h, path: d/h}], user_data: [{name: u, data: {k: [1, é]}}], jobs: [{name: a, invocation_script: "pre ${files.input.f}", '
      'command: "x ${files.input.g} ${files.input.g} ${files.output.h} ${user_data.input.u} ${HOME}", input_files: [f]}]}',
@@ -2323,7 +2043,7 @@ PLANNED_SPECS = (
      '{name: "k{n}", command: "${files.input.f{n}:q}", parameters: {n: [2]}}, {name: l, command: "cat ${files.inputs}", input_file_regexes: ["^f"]}]}',
      'jobs.0.command', "my dir/1 'my dir/1'", 'jobs.1.command', "'my dir/2'", 'jobs.2.command', "cat 'my dir/1' 'my dir/2'"),
     # everything is expanded; of the workflow's parameters those with one value
-    ('{parameters: {one: [7], many: "1:2"}, env: {A: "{one}", B: "{many}", C: "{other}"}}', 'workflow.env', {'A': '7', 'B': '1:2', 'C': '{other}'}),
+    ('{parameters: {one: [7], many: "1:2"}, env: {A: "{one}", B: "{many}"}}', 'workflow.env', {'A': '7', 'B': '1:2'}),
     ('user_data: [{name: "u{i}", data: {"k{i}": ["v{i}", 1, null]}, parameters: {i: [1]}}]',
      'user_data.0', {'name': 'u1', 'data': {'k{i}': ['v1', 1, None]}, 'is_ephemeral': False}),
     ('{jobs: [{name: "p{i}", command: "${files.output.f{i}} %s {i:02d}", invocation_script: "s{i}", env: {E: "e{i}"}, parameters: {i: "1:2"}, resource_requirements: "r{i}", '
@@ -2337,8 +2057,6 @@ PLANNED_SPECS = (
     # what many jobs share stands once
     ('jobs: [{name: "a{i}", command: c, parameters: {i: "1:3"}}, {name: "b{i}", command: c, depends_on_regexes: ["^a"], parameters: {i: "1:3"}}, {name: c, command: c, depends_on_regexes: ["^a"]}]',
      'dependency_sets', [[0, 1, 2]], 'jobs.3.dependencies', 0, 'jobs.6.dependencies', 0, 'kinds', [[None, 0, None, None]]),
-    # names may hold blanks, dots and slashes
-    ('jobs: [{name: a b/c.d é, command: c}]',           'jobs.0.name', 'a b/c.d é'),
 )
 
 UNFIT = (
@@ -2351,7 +2069,6 @@ UNFIT = (
     ('num_gpus: 4',                  '',                                            "num_gpus 4 is more than gres gpu:2 of 's'"),
     ('num_nodes: 2',                 '',                                            "num_nodes 2 is more than nodes 1 of 's'"),
     ('num_nodes: 2',                 'nodes: 4',                                    ''),
-    ('num_cpus: 1',                  '',                                            ''),
     # one scheduler must fit in all respects
     ('memory: 16g, runtime: PT2H',   'mem: 8G, walltime: "04:00:00"}, {name: t, account: a, mem: 32G',
      "memory 16g is more than mem 8G of 's'; runtime PT2H is longer than walltime 01:00:00 of 't'"),
@@ -2376,20 +2093,17 @@ class SpecTest(unittest.TestCase):
                     found = problems_of(complete_spec(block.replace('%s', fields)))
                     self.assertEqual(sorted(label + message for message in wanted), sorted(re.sub(r'^[0-9]+:[0-9]+: ', '', problem) for problem in found))
 
-    def test_what_may_be_a_mistake_has_a_warning(self):
-        for text, wanted in WARNED_SPECS:
-            with self.subTest(text):
-                self.assertEqual(wanted, [warning.message for warning in plan_of(complete_spec(text)).warnings])
-
-    def test_a_plan_has_what_the_spec_says(self):
+    def test_a_plan_has_what_the_spec_says_and_warns_of_what_may_be_a_mistake(self):
         for text, *parts in PLANNED_SPECS:
-            body = plan_of(complete_spec(text)).body
-            for path, wanted in zip(parts[::2], parts[1::2]):
+            plan, wanted = plan_of(complete_spec(text)), dict(zip(parts[::2], parts[1::2]))
+            with self.subTest(text):
+                self.assertEqual(wanted.pop('warnings', []), [warning.message for warning in plan.warnings])
+            for path in wanted:
                 with self.subTest(text, path=path):
-                    value = body
+                    value = plan.body
                     for name in path.split('.'):
                         value = value[int(name)] if name.isdigit() else getattr(value, name, None) if isinstance(value, tuple) else value[name]
-                    self.assertEqual(wanted, value)
+                    self.assertEqual(wanted[path], value)
 
     def test_all_mistakes_are_told_at_once_with_their_places(self):
         text = 'name: w\njobs:\n  - name: a\n    comand: c\n  - name: b\n    command: c\n    priority: -1\n    depends_on:\n      - a\n      - z\nfoo: 1\n'
@@ -2415,24 +2129,19 @@ class SpecTest(unittest.TestCase):
                 self.assertEqual(wanted, [warning.message for warning in plan_of(text % '', skip_checks=True).warnings])
                 self.assertEqual([], problems_of(text % ', labels: [l]'))     # such runners are in no allocation
 
-    def test_names_are_not_absurdly_long(self):
-        for name in ('x' * 1001, '{i:>600}{i:>401}'):
-            job = {'name': name, 'command': 'c', 'parameters': {'i': [1, 2] if '{' in name else [1]}}
-            self.assertIn('is 1,001 characters long: 1,000 are allowed', problems_of({'name': 'w', 'jobs': [job]})[0])
-        self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'x' * 1000, 'command': 'c'}]}))
-
-    def test_a_command_is_not_longer_than_a_program_can_be_given(self):
-        for script, command in (('', '\u00e9' * 65536), ('x' * 100000, 'y' * 40000)):
-            job = {'name': 'a', 'command': command, **({'invocation_script': script} if script else {})}
-            wanted = f"job 'a': command has {len(script) + len(command.encode()):,} bytes, and a program can be given 131,070: put it into a script"
-            self.assertEqual([wanted], [re.sub('^[0-9:]+ ', '', problem) for problem in problems_of({'name': 'w', 'jobs': [job]})])
-        self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'a', 'command': 'x' * torc.MAX_COMMAND_BYTES}]}))
-        self.assertRaisesRegex(torc.BadInput, 'command has 131,071 bytes', torc.check_value, 'command', 'command', 'x' * 131071)
-
-    def test_lone_surrogates_are_refused(self):
-        for value in ({'name': 'w', 'jobs': [{'name': 'a', 'command': '\ud800'}]},
-                      {'name': 'w', 'jobs': [], 'user_data': [{'name': 'u', 'data': {'x': '\udfff'}}]}):
-            self.assertEqual(1, len(problems_of(value)))
+    def test_texts_are_no_longer_than_can_be_stored_or_given_to_a_program(self):
+        name, command = 'x' * 1000, 'y' * torc.MAX_COMMAND_BYTES
+        too_long = 'is 1,001 characters long: 1,000 are allowed'
+        for more, wanted in (
+                ({'name': name, 'command': command}, None), ({'name': name + 'x'}, too_long),
+                ({'name': '{i:>600}{i:>401}', 'parameters': {'i': [1, 2]}}, too_long),
+                ({'command': '\u00e9' * 65536}, 'command has 131,072 bytes, and a program can be given 131,070: put it into a script'),
+                ({'invocation_script': 'x' * 100000, 'command': 'y' * 40000}, 'command has 140,000 bytes, and'),
+                ({'command': '\ud800'}, "command holds the character '\\ud800', which cannot be stored: remove it")):
+            found = problems_of({'name': 'w', 'jobs': [dict({'name': 'a', 'command': 'c'}, **more)]})
+            self.assertEqual(1 if wanted else 0, len(found), wanted)
+            self.assertIn(wanted or '', ''.join(found))
+        self.assertRaisesRegex(torc.BadInput, 'command has 131,071 bytes', torc.check_value, 'command', 'command', command + 'y')
 
     def test_regular_expressions_match_as_pythons_do_whatever_they_begin_with(self):
         names = ['a', 'ab', 'abc', 'b', 'A.b', 'a+b', 'x ab', 'aab']
@@ -2445,31 +2154,28 @@ class SpecTest(unittest.TestCase):
 
     def test_times_of_inputs_are_asked_of_the_file_system(self):
         with tempfile.TemporaryDirectory() as directory:
-            path = os.path.join(directory, 'f')
-            with open(path, 'w'):
-                os.utime(path, (5, 5))
-            files = [{'name': 'f', 'path': path}, {'name': 'g', 'path': path + 'no'},
-                     {'name': 'h', 'path': path + '2', 'st_mtime': 7}, {'name': 'o', 'path': directory}]
-            body = plan_of({'name': 'w', 'jobs': [{'name': 'a', 'command': 'c',
-                                                   'input_files': ['f', 'g', 'h'], 'output_files': ['o']}],
-                            'files': files}).body
+            path = write_file(directory, 'f', '')
+            os.utime(path, (5, 5))
+            files = [{'name': 'f', 'path': path}, {'name': 'g', 'path': path + 'no'}, {'name': 'h', 'path': path, 'st_mtime': 7},
+                     {'name': 'o', 'path': directory}]
+            jobs = [{'name': 'a', 'command': 'c', 'input_files': ['f', 'g', 'h'], 'output_files': ['o']}]
+            body = plan_of({'name': 'w', 'jobs': jobs, 'files': files}).body
             self.assertEqual([5, None, 7, None], [row.get('st_mtime') for row in body['files']])
 
-    def test_the_summary_has_torcs_keys(self):
-        recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'] == 'create SPEC --dry-run')['stdout']['summary']
-        plan = plan_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:3"}}]}')
-        self.assertEqual(set(recorded), set(plan.summary))
-        self.assertEqual((3, 1, ['j1', 'j2', 'j3'], False), tuple(plan.summary[key] for key in ('job_count',
-                'job_count_before_expansion', 'job_names', 'has_schedule_nodes_action')))
-        with self.assertRaises(torc.BadInput) as caught:
-            plan_of('{name: w, jobs: [{name: a, command: c}], x: 1}')
-        self.assertEqual(1, caught.exception.details['summary']['job_count'])
+    def test_cycles_are_told_once_entangled_ones_too_however_long_they_are(self):
+        def told(waits: Dict[str, List[str]]) -> List[str]:
+            jobs = [{'name': name, 'command': 'c', 'depends_on': others} for name, others in waits.items()]
+            return [problem.partition('waits for itself: ')[2] for problem in problems_of({'name': 'w', 'jobs': jobs})]
 
-    def test_entangled_circles_are_told_once_and_separate_ones_each(self):
-        jobs = [{'name': f'{letter}{n}', 'command': 'c', 'depends_on_regexes': [f'^{other}']} for letter, other in ('ab', 'ba') for n in range(50)]
-        self.assertEqual(["1:24: job 'a0': waits for itself: a0 -> b0 -> a0"], problems_of({'name': 'w', 'jobs': jobs}))
-        jobs = [{'name': f'x{n}', 'command': 'c', 'depends_on': [f'x{n ^ 1}']} for n in range(4)]
-        self.assertEqual(2, len(problems_of({'name': 'w', 'jobs': jobs})))
+        long = {f'x{number}': [f'x{(number + 1) % 3000}'] for number in range(3000)}      # more than Python recurses
+        for waits, wanted in (
+                ({'a': ['b'], 'b': []}, []), ({'a': ['a']}, ['a -> a']), ({'x': ['a'], 'a': ['b'], 'b': ['c'], 'c': ['a']}, ['a -> b -> c -> a']),
+                ({'a': ['b'], 'b': ['a'], 'c': ['d'], 'd': ['c']}, ['a -> b -> a', 'c -> d -> c']),
+                ({'a': ['b', 'c'], 'b': ['a'], 'c': ['a', 'z'], 'z': []}, ['a -> b -> a']), ({'a': ['b', 'c'], 'b': ['d'], 'c': ['d'], 'd': []}, []),
+                ({name: [name] for name in 'abcdefghijkl'}, [f'{name} -> {name}' for name in 'abcdefghij']),
+                (long, [' -> '.join([*list(long)[:19], '...', 'x0'])])):
+            with self.subTest(list(waits)[:4]):
+                self.assertEqual(wanted, told(waits))
 
 
 class ExecutionPlanTest(unittest.TestCase):
@@ -2482,14 +2188,6 @@ class ExecutionPlanTest(unittest.TestCase):
         return [(event['id'], event['jobs_becoming_ready'], event['depends_on_events'],
                  [row['scheduler'] for row in event['scheduler_allocations']]) for event in plan['events']]
 
-    def test_a_diamond_by_files(self):
-        spec = {'name': 'w', 'files': [{'name': name, 'path': name} for name in 'fgh'], 'jobs': [
-            {'name': 'pre', 'command': '${files.output.f}'}, {'name': 'work_1', 'command': '${files.input.f} ${files.output.g}'},
-            {'name': 'work_2', 'command': '${files.input.f} ${files.output.h}'},
-            {'name': 'post', 'command': '${files.input.g} ${files.input.h}'}]}
-        self.assertEqual([('start', ['pre'], [], []), ('after_pre', ['work_1', 'work_2'], ['start'], []),
-                          ('after_work_jobs', ['post'], ['after_pre'], [])], self.events(spec))
-
     def test_ids_are_unique(self):
         jobs = [{'name': f'job_{n}', 'command': 'c'} for n in range(4)]
         jobs += [{'name': 'x', 'command': 'c', 'depends_on': ['job_0', 'job_1']},
@@ -2499,57 +2197,34 @@ class ExecutionPlanTest(unittest.TestCase):
                          [event[0] for event in self.events({'name': 'w', 'jobs': jobs})])
 
     def test_an_action_fires_when_all_of_its_jobs_are_ready(self):
-        spec = {'name': 'w', 'slurm_schedulers': [{'name': name, 'account': 'a'} for name in 'rst'],
-                'jobs': [{'name': 'a', 'command': 'c'}, {'name': 'b', 'command': 'c', 'depends_on': ['a']},
-                         {'name': 'c', 'command': 'c', 'depends_on': ['b']}],
-                'actions': [{'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes',
-                             'scheduler': 'r', 'scheduler_type': 'slurm'},
-                            {'trigger_type': 'on_jobs_ready', 'jobs': ['a', 'b'],
-                             'action_type': 'schedule_nodes', 'scheduler': 's', 'scheduler_type': 'slurm'},
-                            {'trigger_type': 'on_jobs_complete', 'jobs': ['a'],
-                             'action_type': 'schedule_nodes', 'scheduler': 't', 'scheduler_type': 'slurm'}]}
+        jobs = [{'name': name, 'command': 'c', 'depends_on': others} for name, others in (('a', []), ('b', ['a']), ('c', ['b']))]
+        triggers = {'r': {'trigger_type': 'on_workflow_start'}, 's': {'trigger_type': 'on_jobs_ready', 'jobs': ['a', 'b']},
+                    't': {'trigger_type': 'on_jobs_complete', 'jobs': ['a']}}
+        actions = [dict(trigger, action_type='schedule_nodes', scheduler=name, scheduler_type='slurm') for name, trigger in triggers.items()]
+        spec = {'name': 'w', 'slurm_schedulers': [{'name': name, 'account': 'a'} for name in triggers], 'jobs': jobs, 'actions': actions}
         self.assertEqual([('start', ['a'], [], ['r']), ('after_a', ['b'], ['start'], ['s']),
                           ('after_b', ['c'], ['after_a'], [])], self.events(spec))
 
-    def test_the_document_has_torcs_keys(self):
-        recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'] == 'workflows execution-plan SPEC')['stdout']
-        plan = dict(torc.file_plan(plan_of('{name: w, jobs: [{name: a, command: c}]}').body), status='success')
-        self.assertEqual(set(recorded), set(plan))
-        self.assertEqual(set(recorded['events'][0]), set(plan['events'][0]))
-        self.assertEqual(recorded['events'][0]['trigger'], plan['events'][0]['trigger'])
-
-    def test_jobs_of_a_circle_are_in_no_event(self):
-        plan = torc.execution_plan(['a', 'b', 'c'], [[], [2], [1]], [])
-        self.assertEqual([['a']], [event['jobs_becoming_ready'] for event in plan['events']])
-
-    def test_it_takes_linear_time(self):
-        many = 4000
-        names = [f'job_{number}' for number in range(2 * many)]
-        start, barrier = frozenset(), frozenset(range(many))
-        chain = [start] + [frozenset((number - 1, number // 2)) for number in range(1, 2 * many)]
+    def test_twenty_thousand_jobs_that_wait_for_as_many_have_a_plan(self):
+        many = 20000        # of which the square would take minutes
+        names, start, barrier = [f'job_{number}' for number in range(2 * many)], frozenset(), frozenset(range(many))
+        chain = [start] + [frozenset((number - 1, number // 2)) for number in range(1, many)]
         action = {'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes', 'action_config': {}}
-        for needs, count in (([start] * many + [barrier] * many, 2), (chain, 2 * many)):
-            started = time.process_time()
-            plan = torc.execution_plan(names, needs, [(action, range(many), 's')])
-            self.assertLess(time.process_time() - started, 100 * cpu_unit_s())
-            self.assertEqual(count, len({event['id'] for event in plan['events']}))
-            made = [row for event in plan['events'] for row in event['scheduler_allocations']]
-            self.assertEqual([many if count == 2 else 1], [len(row['job_names']) for row in made])
+        for needs, count, ready in (([start] * many + [barrier] * many, 2, many), (chain, many, 1)):
+            events = torc.execution_plan(names, needs, [(action, range(many), 's')])['events']
+            self.assertEqual(count, len({event['id'] for event in events}))
+            self.assertEqual([ready], [len(row['job_names']) for event in events for row in event['scheduler_allocations']])
 
 
 class DefaultsTest(WorldTest):
     """What holds where nothing is said is the same wherever it is not said."""
 
     def test_the_default_runtime_is_one_minute_but_for_requirements_that_a_file_declares(self):
-        world = self.world
-        world.write('flow.yaml', 'name: w\njobs: [{name: j, command: "true"}]\nresource_requirements: [{name: r}]\n')
-        self.assertEqual(0, world.main('create', world.path('flow.yaml')).code)
-        self.assertEqual(0, world.main('resource-requirements', 'create', '1', '-n', 'made').code)
-        answer = world.main('-f', 'json', 'resource-requirements', 'list', '1').json()
-        rows = {row['name']: row['runtime'] for row in answer['items']}
-        self.assertEqual({'default': torc.DEFAULT_REQUIREMENTS['runtime'], 'made': torc.DEFAULT_RUNTIME, 'r': torc.DECLARED_RUNTIME}, rows)
-        self.assertEqual([60, 60, 3600], [torc.parse_duration(rows[name]) for name in ('default', 'made', 'r')])
-        self.assertIn(f"runtime      TEXT NOT NULL DEFAULT '{torc.DEFAULT_RUNTIME}'", torc.SCHEMA)
+        self.world.write('flow.yaml', 'name: w\njobs: [{name: j, command: "true"}]\nresource_requirements: [{name: r}]\n')
+        self.assertExit(0, self.world.main('create', 'flow.yaml'))
+        self.assertExit(0, self.world.main('resource-requirements', 'create', '1', '-n', 'made'))
+        rows = self.world.main('-f', 'json', 'resource-requirements', 'list', '1').json()['items']
+        self.assertEqual({'default': 60, 'made': 60, 'r': 3600}, {row['name']: torc.parse_duration(row['runtime']) for row in rows})
 
 
 class FieldsTest(unittest.TestCase):
@@ -2569,57 +2244,36 @@ class FieldsTest(unittest.TestCase):
 
 
 class NodePoolTest(unittest.TestCase):
-    """Where jobs fit."""
-
-    def pool(self, *free: Tuple[int, ...], sizes: Sequence[Tuple[int, ...]] = ()) -> Any:
-        """Nodes of these free capacities, untouched unless their sizes are given."""
-        return torc.NodePool([torc.Capacity(*row) for row in sizes or free], [torc.Capacity(*row) for row in free])
-
-    def test_a_job_goes_to_the_first_node_with_room(self):
-        pool = self.pool((2, 10, 0), (4, 4, 1))
-        needs = torc.Needs(2, 3, 0)
-        self.assertEqual((2, [(0,), (1,)]), (pool.room(needs), pool.place(needs, 5)))
-        self.assertEqual([torc.Capacity(0, 7, 0), torc.Capacity(2, 1, 1)], pool.free)
-        self.assertEqual([(1,)], pool.place(torc.Needs(1, 0, 1)))
-        pool.release(needs, (0,))
-        self.assertEqual(torc.Capacity(2, 10, 0), pool.free[0])
+    """Where jobs fit, so far as claims of one kind at a time do not show it."""
 
     def test_a_job_of_several_nodes_takes_whole_ones_and_gives_them_back(self):
-        pool = self.pool((2, 10, 0), (1, 10, 0), (2, 10, 0), (2, 10, 0), sizes=[(2, 10, 0)] * 4)
-        needs = torc.Needs(1, 1, 0, 2)
+        sizes = [torc.Capacity(2, 10, 0)] * 4
+        pool, needs = torc.NodePool(sizes, [sizes[0], torc.Capacity(1, 10, 0), *sizes[2:]]), torc.Needs(1, 1, 0, 2)
         self.assertEqual((1, [(0, 2)], []), (pool.room(needs), pool.place(needs, 5), pool.place(needs)))
         self.assertEqual([(1,), (3,), (3,)], pool.place(torc.Needs(1, 1, 0), 5))
         pool.release(needs, (0, 2))
         self.assertEqual([(0, 2)], pool.place(needs))
 
     def test_a_job_goes_to_the_nodes_that_were_chosen_for_it_while_they_have_room(self):
-        pool = self.pool((2, 10, 0), (2, 10, 0), (1, 10, 0), sizes=[(2, 10, 0)] * 3)
-        needs, pair = torc.Needs(1, 3, 0), torc.Needs(1, 3, 0, 2)
-        self.assertEqual([(1,), (1,), (0,)], [pool.place_at(needs, (1,)) for _ in range(3)])
-        self.assertEqual([(0,), (2,), ()], [pool.place_at(needs, nodes) for nodes in ((9,), (2,), ())])
+        pool, needs, pair = torc.NodePool([torc.Capacity(2, 10, 0)] * 3), torc.Needs(1, 3, 0), torc.Needs(1, 3, 0, 2)
+        self.assertEqual([(1,), (1,), (0,), (2,), (0,)], [pool.place_at(needs, (node,)) for node in (1, 1, 1, 2, 9)])
         pool.release(needs, (1,)), pool.release(needs, (1,)), pool.release(needs, (0,)), pool.release(needs, (0,))
         self.assertEqual([(0, 1), ()], [pool.place_at(pair, nodes) for nodes in ((1, 2), (0, 1))])
-
-    def test_what_a_node_has_too_little_of_decides(self):
-        for needs, room in (((3, 0, 0), 2), ((1, 4, 0), 2), ((1, 0, 2), 0), ((1, 0, 0), 8), ((9, 0, 0), 0)):
-            self.assertEqual(room, self.pool((8, 10, 1)).room(torc.Needs(*needs)), needs)
-        self.assertEqual(0, self.pool((-3, 10, 0)).room(torc.Needs(1, 0, 0)))
 
 
 # ======== 7. Store ========
 
 
 class StoreTest(unittest.TestCase):
-    """A database in a directory of its own, and a clock that stands still."""
+    """A database in a directory of its own."""
 
     def setUp(self) -> None:
         self.directory = tempfile.mkdtemp(prefix="torc's store ")
         self.addCleanup(shutil.rmtree, self.directory)
         self.path = os.path.join(self.directory, 'torc.db')
-        self.clock = 1700000000.0
 
     def open(self) -> Any:
-        store = torc.Store(self.path, lambda: self.clock)
+        store = torc.Store(self.path)
         self.addCleanup(store.close)
         return store
 
@@ -2637,21 +2291,16 @@ class StoreTest(unittest.TestCase):
     BY_AGE = 'SELECT name FROM workflow ORDER BY id'
 
     def test_who_made_the_database_anew_is_left_alone_by_who_has_lost_it(self):
-        for looks in (False, True):
-            with self.subTest(looks):
-                old = self.open()
-                self.add(old, 'old')
-                for end in ('', '-wal'):
-                    os.unlink(self.path + end)
-                new = self.open()
-                self.add(new, 'new')
-                if looks:
-                    self.assertRaises(torc.Conflict, old.check_in_place)
-                old.close()
-                self.add(new, 'newer')
-                new.close()
-                self.assertEqual(['new', 'newer'], self.names(self.path))
-                os.unlink(self.path)
+        old = self.open()
+        self.add(old, 'old')
+        for end in ('', '-wal'):
+            os.unlink(self.path + end)
+        new = self.open()
+        self.add(new, 'new')
+        old.close()
+        self.add(new, 'newer')
+        new.close()
+        self.assertEqual(['new', 'newer'], self.names(self.path))
 
     def test_only_files_of_ours_are_opened_that_nobody_else_may_change_and_others_are_left_as_they_are(self):
         def ask(sql: str) -> Callable[[str], Any]:
@@ -2732,9 +2381,6 @@ class StoreTest(unittest.TestCase):
         newer = torc.SCHEMA_VERSION + 1
         with unittest.mock.patch.object(torc, 'SCHEMA_VERSION', newer), \
                 unittest.mock.patch.dict(torc.MIGRATIONS, {newer: 'ALTER TABLE workflow ADD COLUMN colour TEXT;'}):
-            os.mkdir(f'{self.path}.v{newer - 1}')       # no copy, no migration
-            self.assertRaisesRegex(torc.BadInput, 'cannot write .*: Is a directory.* --db', self.open)
-            os.rmdir(f'{self.path}.v{newer - 1}')
             store = self.open()
             self.assertIn('colour', [column.name for column in store.columns('workflow')])
             self.assertEqual((newer, ['old']), (store.value('PRAGMA user_version'), store.ids(self.BY_AGE)))
@@ -2742,19 +2388,15 @@ class StoreTest(unittest.TestCase):
         self.assertEqual((0o600, ['old']), (os.stat(copy).st_mode & 0o777, self.names(copy)))
 
     def test_a_database_and_its_copies_have_one_identity_and_no_other_has_it(self):
-        first = self.identity(self.path)
-        self.assertRegex(first, r'\A[0-9a-f]{32}\Z')
         with contextlib.closing(torc.Store(self.path)) as store:
             store.copy_to(self.path + '.copy')
             torc.copy_database(store.connection, self.path + '.kept')
-        self.assertEqual([first] * 3, [self.identity(path) for path in (self.path, self.path + '.copy', self.path + '.kept')])
-        self.assertNotEqual(first, self.identity(self.path + '.new'))
-
-    @staticmethod
-    def identity(path: str) -> str:
-        """What tells a database from others."""
-        with contextlib.closing(torc.Store(path)) as store:
-            return torc.get_database(torc.Service(store).context())['id']
+        found = []
+        for end in ('', '.copy', '.kept', '.new'):
+            with contextlib.closing(torc.Store(self.path + end)) as store:
+                found.append(torc.get_database(torc.Service(store).context())['id'])
+        self.assertRegex(found[0], r'\A[0-9a-f]{32}\Z')
+        self.assertEqual([True, True, True, False], [identity == found[0] for identity in found])
 
     def test_a_transaction_happens_whole_or_not_at_all_and_a_savepoint_takes_back_only_its_own_changes(self):
         store = self.open()
@@ -2769,25 +2411,20 @@ class StoreTest(unittest.TestCase):
                         raise ZeroDivisionError
         self.assertEqual(['kept', 'kept too'], store.ids(self.BY_AGE))
 
-    def replace(self, path: str) -> None:
-        """Put another database in the place of a file."""
-        os.replace(shutil.copy(os.path.join(self.directory, 'other', 'torc.db'), path + '.copy'), path)
-
     def clear(self) -> None:
         """Remove all but the other database."""
         for name in set(os.listdir(self.directory)) - {'other'}:
             os.unlink(os.path.join(self.directory, name))
 
     def test_a_file_that_was_removed_or_replaced_takes_no_more_and_what_it_held_is_saved(self):
-        def link(path: str) -> None:
-            os.rename(path, path + '.away')
-            os.symlink(path + '.away', path)
+        def replace(path: str) -> None:
+            os.replace(shutil.copy(other, path + '.copy'), path)
 
-        os.mkdir(os.path.join(self.directory, 'other'))
-        with contextlib.closing(torc.Store(os.path.join(self.directory, 'other', 'torc.db'))) as store:
+        other = os.path.join(self.directory, 'other', 'torc.db')
+        os.mkdir(os.path.dirname(other))
+        with contextlib.closing(torc.Store(other)) as store:
             self.add(store, *['theirs'] * 20)
-        ways = (os.unlink, self.replace, lambda path: os.rename(path, path + '.away'), link)
-        for end, change, is_late in itertools.product(('', '-wal'), ways, (False, True)):
+        for end, change, is_late in itertools.product(('', '-wal'), (os.unlink, replace), (False, True)):
             with self.subTest(end, change=change, is_late=is_late):
                 self.clear()
                 store = self.open()
@@ -2805,8 +2442,7 @@ class StoreTest(unittest.TestCase):
                 said = caught.exception.message
                 self.assertIn(f'the database file {self.path}{end} was removed or replaced while it was in use; ', said)
                 store.close()
-                if (end, change) == ('', self.replace):     # nothing is written to what was put there
-                    other = os.path.join(self.directory, 'other', 'torc.db')
+                if (end, change) == ('', replace):      # nothing is written to what was put there
                     self.assertTrue(filecmp.cmp(other, self.path, shallow=False))
                 cure = 'What it held was saved as ' + said.partition('What it held was saved as ')[2]
                 with self.assertRaises(torc.Refused) as caught:     # nor does anybody go on without a word
@@ -2832,17 +2468,16 @@ class StoreTest(unittest.TestCase):
 
     def leave_log(self, *names: str) -> None:
         """What a killed process leaves: a database, and its write-ahead log."""
-        code = textwrap.dedent("""
-            import os, sys
-            sys.path.insert(0, sys.argv[1])
-            import torc
-            store = torc.Store(sys.argv[2])
-            for name in sys.argv[3:]:
-                with store.transaction():
-                    store.insert('workflow', {'name': name, 'user': 'u', 'timestamp': 't'})
-            os.kill(os.getpid(), 9)
-            """)
-        subprocess.run([sys.executable, '-B', '-c', code, os.path.dirname(stub_path()), self.path, *names])
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore', DeprecationWarning)     # there may be threads, none of which the child needs
+            child = os.fork()
+        if not child:
+            try:
+                store = torc.Store(self.path)       # not closed, so that there is a log
+                self.add(store, *names)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
 
     def test_a_log_without_its_database_is_an_error_with_the_cure_and_never_an_empty_database(self):
         for spoil, word in ((os.unlink, 'does not exist'), (lambda path: os.truncate(path, 0), 'is empty')):
