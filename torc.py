@@ -31548,8 +31548,13 @@ class Command(Row):
     run: CommandFunction
     help: str
     arguments: Sequence[Argument]
-    example: str
+    own_example: str = ''       # where it is more than the name, and the id 1
     has_csv: bool = False
+
+    @property
+    def example(self) -> str:
+        """A command line of it, which the manual shows."""
+        return self.own_example or self.name + ' 1' * bool(self.arguments)
 
 
 def parse_id(text: str) -> int:
@@ -32761,8 +32766,7 @@ COMMANDS = (
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
         "exec -c 'echo {i}' --param i=1:10"),
-    Command('run-function', cmd_run_function, 'in a job: call the Python function that it was made for', (),
-            'run-function'),
+    Command('run-function', cmd_run_function, 'in a job: call the Python function that it was made for', ()),
     Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
         Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
@@ -32800,10 +32804,10 @@ COMMANDS = (
         ASKED_WF, *RECOVER_OPTIONS,
         Argument('--retry-canceled', '', 'run again what was canceled, too'), DRY_RUN),
         'recover 1 --dry-run'),
-    Command('status', cmd_status, "show a workflow's progress", (ASKED_WF, STATUS_WATCH), 'status 1'),
+    Command('status', cmd_status, "show a workflow's progress", (ASKED_WF, STATUS_WATCH)),
     Command('tui', cmd_tui, 'show workflows on the terminal, live', (
-        ASKED_WF._replace(meaning='id of the workflow to begin with'),), 'tui 1'),
-    Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
+        ASKED_WF._replace(meaning='id of the workflow to begin with'),)),
+    Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,)),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
@@ -32817,20 +32821,16 @@ COMMANDS = (
         Argument('--stdout', '', 'stdout only'), Argument('--stderr', '', 'stderr only'),
         Argument('-n --tail', 'LINES', 'only the last lines of each file', at_least(0))), 'logs 1 greet'),
     Command('logs bundle', cmd_logs_bundle, 'pack all logs of a workflow into wfWF.tar.gz', (
-        ASKED_WF, RUNNER_OUTPUT_DIR, Argument('--bundle-dir', 'DIR', 'where to put it', default='.')),
-        'logs bundle 1'),
+        ASKED_WF, RUNNER_OUTPUT_DIR, Argument('--bundle-dir', 'DIR', 'where to put it', default='.'))),
     Command('logs analyze', cmd_logs_analyze, 'find known kinds of errors in logs', (
         Argument('PATH', '', "a bundle, or the output directory of a runner"), LOGS_OF),
         f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
     Command('slurm sacct', cmd_slurm_sacct, 'show what sacct says of allocations and their steps', (
-        ASKED_WF,
-        OUTPUT_DIR._replace(meaning='where --save-json puts its files'),
-        Argument('--save-json', '', 'write sacct_ID.json for each allocation, too')),
-        'slurm sacct 1', has_csv=True),
+        ASKED_WF, OUTPUT_DIR._replace(meaning='where --save-json puts its files'),
+        Argument('--save-json', '', 'write sacct_ID.json for each allocation, too')), has_csv=True),
     Command('slurm stats', cmd_slurm_stats, 'list what was accounted of each attempt', (
-        NEEDED_WF, JOB._replace(names='--job-id'), RUN_ID, ATTEMPT_ID), 'slurm stats 1', has_csv=True),
-    Command('slurm usage', cmd_slurm_usage, 'sum up the node and CPU time of allocations', (
-        ASKED_WF,), 'slurm usage 1'),
+        NEEDED_WF, JOB._replace(names='--job-id'), RUN_ID, ATTEMPT_ID), has_csv=True),
+    Command('slurm usage', cmd_slurm_usage, 'sum up the node and CPU time of allocations', (ASKED_WF,)),
     Command('slurm parse-logs', cmd_slurm_parse_logs, 'find errors in logs of allocations and jobs', (
         Argument('PATH', '', 'output directory of the runners'), LOGS_OF,
         Argument('--errors-only', '', 'no warnings')), f'slurm parse-logs {DEFAULT_OUTPUT_DIR} -w 1'),
@@ -32898,7 +32898,7 @@ COMMANDS = (
         Argument('--no-browser', '', 'only print it'),), 'open --no-browser'),
     Command('mcp', cmd_mcp, 'give tools to an assistant, by the Model Context Protocol on stdin and stdout', (
         RUNNER_OUTPUT_DIR, Argument('--allow-changes', '', 'also tools that change something')), 'mcp'),
-    Command('ping', cmd_ping, 'check whether a server answers', (), 'ping'),
+    Command('ping', cmd_ping, 'check whether a server answers', ()),
     Command('htpasswd add', cmd_htpasswd_add, "set a user's password in a password file",
         (PASSWORD_FILE, USER, PASSWORD, COST, *RELOAD_OPTIONS),
         'htpasswd add -f users.htpasswd -p a-long-word ann'),
@@ -32927,8 +32927,8 @@ COMMANDS = (
     Command('config get', cmd_config_get, 'show a value', (KEY,), 'config get client.run.poll_interval'),
     Command('config show', cmd_config_show, 'show what counts, and where it was set', (
         Argument('-f --format', 'FORMAT', 'toml or json', one_of('toml', 'json')),), 'config show'),
-    Command('config paths', cmd_config_paths, 'show where files are looked for', (), 'config paths', True),
-    Command('config validate', cmd_config_validate, 'check all files and variables', (), 'config validate'),
+    Command('config paths', cmd_config_paths, 'show where files are looked for', (), has_csv=True),
+    Command('config validate', cmd_config_validate, 'check all files and variables', ()),
     Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
 
@@ -32940,7 +32940,7 @@ COMMANDS = (
         Argument('-a --all-users', '', "include those of other users"),
         Argument('-g --access-group', 'GROUP', 'those that this access group may use, of all users',
                  count='*')), 'workflows list', True),
-    Command('workflows get', shows('get_workflow'), 'show a workflow', (ASKED_WF,), 'workflows get 1'),
+    Command('workflows get', shows('get_workflow'), 'show a workflow', (ASKED_WF,)),
     Command('workflows update', cmd_update, 'change a workflow', (
         ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
         Argument('--owner-user', 'USER', 'new owner', key='user'),
@@ -32958,9 +32958,9 @@ COMMANDS = (
         'workflows reset-status 1 --failed-only -r --no-prompts'),
     Command('workflows is-complete',
         shows('is_workflow_complete', 'complete: {is_complete}, canceled: {is_canceled}'),
-        'show whether a workflow has ended', (ASKED_WF,), 'workflows is-complete 1'),
+        'show whether a workflow has ended', (ASKED_WF,)),
     Command('workflows list-actions', lists('get_workflow_actions', ACTION_COLUMNS, 'actions', 'actions'),
-        'list actions and the progress of their triggers', (ASKED_WF,), 'workflows list-actions 1', True),
+        'list actions and the progress of their triggers', (ASKED_WF,), has_csv=True),
     Command('workflows update-action', cmd_update_action, "change an action's configuration", (
         NEEDED_WF, ACTION_ID, Argument('--scheduler-id', 'N', 'id of the scheduler', parse_id),
         Argument('--scheduler-type', 'TYPE', 'slurm'),
@@ -32977,7 +32977,7 @@ COMMANDS = (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'), *SPEC_OPTIONS),
         'workflows execution-plan examples/diamond.yaml'),
     Command('workflows diagnose', shows('diagnose_workflow'),
-        "compare the run times of ready jobs with nodes' time left", (ASKED_WF,), 'workflows diagnose 1'),
+        "compare the run times of ready jobs with nodes' time left", (ASKED_WF,)),
     Command('workflows check-resources', cmd_check_resources,
         'compare what jobs used with what they asked for', (
         ASKED_WF, RUN_ID._replace(names='-r --run-id'),
@@ -32999,8 +32999,7 @@ COMMANDS = (
         NEEDED_WF, Argument('RUN', '', 'its run, as `status` shows it', at_least(0), key='run_id'),
         Argument('--base-dir', 'DIR', 'look for journals here and in all directories below', default='.')),
         'workflows reconcile 1 1 --base-dir torc_output'),
-    Command('workflows status', cmd_status, 'the same as `status`', (ASKED_WF, STATUS_WATCH),
-        'workflows status 1'),
+    Command('workflows status', cmd_status, 'the same as `status`', (ASKED_WF, STATUS_WATCH)),
     Command('workflows sync-status', cmd_sync_status,
         'find allocations that are gone and jobs that nobody runs, and set them right',
         (ASKED_WF, OUTPUT_DIR, DRY_RUN), 'workflows sync-status 1 --dry-run'),
@@ -33047,16 +33046,16 @@ COMMANDS = (
         Argument('--include-relationships', '', 'JSON: include the ids of files and prerequisites'),
         Argument('-x --exclude', 'COLUMN', 'leave out this column', count='*')),
         'jobs list 1 --status failed', True),
-    Command('jobs get', cmd_jobs_get, 'show a job, and why it failed or does not run', (ID,), 'jobs get 1'),
+    Command('jobs get', cmd_jobs_get, 'show a job, and why it failed or does not run', (ID,)),
     Command('jobs running', lists('get_running_jobs', RUNNING_COLUMNS, 'running jobs'),
-        'list the jobs that are running', (ASKED_WF,), 'jobs running 1', True),
+        'list the jobs that are running', (ASKED_WF,), has_csv=True),
     Command('jobs update', cmd_jobs_update, 'change a job', (
         ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
         Argument('--runtime', 'DURATION', 'of its requirements, which others may share', normalize_duration),
         Argument('--resource-requirements-id', 'ID', 'what it needs', parse_id), PRIORITY, LABELS,
         Argument('--clear-labels', '', 'remove all labels')), 'jobs update 1 --priority 5'),
     Command('jobs delete', cmd_jobs_delete, 'delete jobs',
-        (Argument('ID', '', 'ids of jobs', parse_id, '+', key='job_ids'),), 'jobs delete 1'),
+        (Argument('ID', '', 'ids of jobs', parse_id, '+', key='job_ids'),)),
     Command('jobs delete-all', deletes('delete_jobs', 'all jobs', 'Deleted {count} jobs', 'count'),
         'delete all jobs of a workflow', (NEEDED_WF,), 'jobs delete-all 1 --no-prompts'),
     Command('jobs reset-status', cmd_jobs_reset_status, 'reset chosen jobs to uninitialized', (
@@ -33068,25 +33067,24 @@ COMMANDS = (
         'jobs reset-status --return-code 1 --workflow-id 1 --reinit --no-prompts'),
     Command('jobs list-resource-requirements', lists_of_jobs(
         'list_resource_requirements', 'resource_requirements_id', 'rr', JOB_REQUIREMENT_COLUMNS, 'jobs'),
-        'list the resource requirements of jobs', (ASKED_WF, JOB), 'jobs list-resource-requirements 1', True),
+        'list the resource requirements of jobs', (ASKED_WF, JOB), has_csv=True),
     Command('jobs list-failure-handlers', lists_of_jobs(
         'list_failure_handlers', 'failure_handler_id', 'failure_handler', JOB_HANDLER_COLUMNS,
         'jobs with a failure handler'),
-        'list failure handlers of jobs', (ASKED_WF, JOB), 'jobs list-failure-handlers 1', True),
+        'list failure handlers of jobs', (ASKED_WF, JOB), has_csv=True),
 
     Command('files create', cmd_create, 'add a file to a workflow', (
         ASKED_WF, THE_NAME, Argument('-p --path', 'PATH', 'where it is', count='!')),
         'files create 1 -n data -p data.csv'),
     Command('files list', cmd_list, 'list files', (
         ASKED_WF, Argument('--produced-by-job-id', 'JOB', 'only files that this job writes', parse_id),
-        *PAGE_OPTIONS), 'files list 1', True),
-    Command('files get', cmd_get, 'show a file', (ID,), 'files get 1'),
+        *PAGE_OPTIONS), has_csv=True),
+    Command('files get', cmd_get, 'show a file', (ID,)),
     Command('files update', cmd_update, 'change a file',
         (ID, NAME, Argument('-p --path', 'PATH', 'where it is')), 'files update 1 -p data.csv'),
-    Command('files delete', cmd_delete, 'remove a file from its workflow', (ID,), 'files delete 1'),
+    Command('files delete', cmd_delete, 'remove a file from its workflow', (ID,)),
     Command('files list-required-existing', shows_ids('list_required_existing_files', 'files'),
-        'list files that must exist: no job writes them, or one has written them', (ASKED_WF,),
-        'files list-required-existing 1'),
+        'list files that must exist: no job writes them, or one has written them', (ASKED_WF,)),
 
     Command('user-data create', cmd_create, 'add user data to a workflow', (
         ASKED_WF, THE_NAME, DATA,
@@ -33099,33 +33097,31 @@ COMMANDS = (
         Argument('--name', 'NAME', 'only those with this text in their name'),
         Argument('--is-ephemeral', 'BOOL', 'true or false', parse_truth),
         Argument('--consumer-job-id', 'JOB', 'only what this job reads', parse_id),
-        Argument('--producer-job-id', 'JOB', 'only what this job writes', parse_id)),
-        'user-data list 1', True),
-    Command('user-data get', cmd_get, 'show user data', (ID,), 'user-data get 1'),
+        Argument('--producer-job-id', 'JOB', 'only what this job writes', parse_id)), has_csv=True),
+    Command('user-data get', cmd_get, 'show user data', (ID,)),
     Command('user-data update', cmd_update, 'change user data', (
         ID, NAME, DATA, Argument('--ephemeral', 'BOOL', 'true or false', parse_truth, key='is_ephemeral')),
         "user-data update 1 -d '[1, 2]'"),
-    Command('user-data delete', cmd_delete, 'delete user data', (ID,), 'user-data delete 1'),
+    Command('user-data delete', cmd_delete, 'delete user data', (ID,)),
     Command('user-data delete-all',
         deletes('delete_all_user_data', 'all user data',
                 'Deleted {deleted_count} user data records for workflow {workflow_id}',
                 'deleted_count message'),
         'delete all user data of a workflow', (NEEDED_WF,), 'user-data delete-all 1 --no-prompts'),
     Command('user-data list-missing', shows_ids('list_missing_user_data', 'user_data'),
-        'list user data that has no value', (NEEDED_WF,), 'user-data list-missing 1'),
+        'list user data that has no value', (NEEDED_WF,)),
 
     Command('ro-crate create', cmd_create, 'add an RO-Crate entity to a workflow', (
         ASKED_WF, ENTITY_ID._replace(count='!'), ENTITY_TYPE._replace(count='!'), METADATA._replace(count='!'),
         Argument('--file-id', 'FILE', 'the file that it is', parse_id)),
         """ro-crate create 1 --entity-id ./ --type Dataset --metadata '{"license": "CC0-1.0"}'"""),
-    Command('ro-crate list', cmd_list, 'list RO-Crate entities',
-        (ASKED_WF, LIMIT, OFFSET), 'ro-crate list 1', True),
-    Command('ro-crate get', cmd_get, 'show an RO-Crate entity', (ID,), 'ro-crate get 1'),
+    Command('ro-crate list', cmd_list, 'list RO-Crate entities', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
+    Command('ro-crate get', cmd_get, 'show an RO-Crate entity', (ID,)),
     Command('ro-crate update', cmd_update, 'change an RO-Crate entity', (
         ID, ENTITY_ID, ENTITY_TYPE, METADATA,
         Argument('--file-id', 'FILE', 'the file that it is; 0: none', at_least(0))),
         'ro-crate update 1 --file-id 0'),
-    Command('ro-crate delete', cmd_delete, 'delete an RO-Crate entity', (ID,), 'ro-crate delete 1'),
+    Command('ro-crate delete', cmd_delete, 'delete an RO-Crate entity', (ID,)),
     Command('ro-crate export', cmd_ro_crate_export, 'write the metadata file of an RO-Crate', (
         ASKED_WF, Argument('-o --output', 'FILE', 'write it there, or in this directory')),
         'ro-crate export 1 -o .'),
@@ -33144,17 +33140,15 @@ COMMANDS = (
         (ASKED_WF, THE_NAME, *REQUIREMENT_OPTIONS),
         'resource-requirements create 1 -n big --num-cpus 4 -m 8g -r PT1H'),
     Command('resource-requirements list', cmd_list, 'list resource requirements', (ASKED_WF, *PAGE_OPTIONS),
-        'resource-requirements list 1', True),
-    Command('resource-requirements get', cmd_get, 'show resource requirements', (ID,),
-        'resource-requirements get 1'),
+        has_csv=True),
+    Command('resource-requirements get', cmd_get, 'show resource requirements', (ID,)),
     Command('resource-requirements update', cmd_update, 'change resource requirements',
         (ID, NAME, *REQUIREMENT_OPTIONS), 'resource-requirements update 1 --memory 16g'),
-    Command('resource-requirements delete', cmd_delete, 'delete resource requirements', (ID,),
-        'resource-requirements delete 1'),
+    Command('resource-requirements delete', cmd_delete, 'delete resource requirements', (ID,)),
 
     Command('failure-handlers list', cmd_list, 'list failure handlers', (ASKED_WF, LIMIT, OFFSET),
-        'failure-handlers list 1', True),
-    Command('failure-handlers get', cmd_get, 'show a failure handler', (ID,), 'failure-handlers get 1'),
+        has_csv=True),
+    Command('failure-handlers get', cmd_get, 'show a failure handler', (ID,)),
 
     Command('results list', cmd_results_list, 'list results of the current run', (
         ASKED_WF, JOB, RUN_ID._replace(names='-r --run-id'),
@@ -33166,17 +33160,16 @@ COMMANDS = (
         Argument('--include-logs', '', 'JSON: include the paths of output files'),
         OUTPUT_DIR._replace(meaning='output directory of the runner, for --include-logs')),
         'results list 1 --failed', True),
-    Command('results get', cmd_get, 'show a result', (ID,), 'results get 1'),
-    Command('results delete', cmd_delete, 'delete a result', (ID,), 'results delete 1'),
+    Command('results get', cmd_get, 'show a result', (ID,)),
+    Command('results delete', cmd_delete, 'delete a result', (ID,)),
 
     Command('events create', cmd_create, 'add an event', (
         ASKED_WF, Argument('-d --data', 'JSON', 'what happened', parse_json, '!')),
         """events create 1 -d '{"category": "note"}'"""),
     Command('events list', cmd_list, 'list events', (
         ASKED_WF, Argument('-t --type --category', 'TYPE', 'only of this category'), *SHORT_SORT_OPTIONS),
-        'events list 1', True),
-    Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,),
-        'events get-latest-event 1'),
+        has_csv=True),
+    Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,)),
     Command('events monitor', cmd_monitor_events, 'print events as they happen', (
         ASKED_WF,
         Argument('-d --duration', 'MINUTES', 'stop after this time (default: when interrupted)',
@@ -33185,24 +33178,23 @@ COMMANDS = (
                  default='info'),
         Argument('--filename', 'FILE', 'also append them to this file, one a line')),
         'events monitor 1 -d 0'),
-    Command('events delete', cmd_delete, 'delete an event', (ID,), 'events delete 1'),
+    Command('events delete', cmd_delete, 'delete an event', (ID,)),
 
     Command('compute-nodes list', cmd_list, 'list compute nodes', (
         ASKED_WF, *SHORT_SORT_OPTIONS,
         Argument('--scheduled-compute-node', 'ID', 'only of this allocation', parse_id,
-                 key='scheduled_compute_node_id')), 'compute-nodes list 1', True),
-    Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
+                 key='scheduled_compute_node_id')), has_csv=True),
+    Command('compute-nodes get', cmd_get, 'show a compute node', (ID,)),
 
     Command('scheduled-compute-nodes list', cmd_list, 'list allocations', (
         ASKED_WF, *SHORT_SORT_OPTIONS,
         Argument('--scheduler-id', 'N', 'only of this Slurm job', parse_id),
         Argument('--scheduler-config-id', 'ID', 'only of this scheduler', parse_id),
         Argument('--status', 'STATUS', ', '.join(ALLOCATION_STATUSES), one_of(*ALLOCATION_STATUSES))),
-        'scheduled-compute-nodes list 1', True),
-    Command('scheduled-compute-nodes get', cmd_get, 'show an allocation', (ID,),
-        'scheduled-compute-nodes get 1'),
-    Command('scheduled-compute-nodes list-jobs', cmd_allocation_jobs, 'list the jobs of an allocation', (ID,),
-        'scheduled-compute-nodes list-jobs 1', True),
+        has_csv=True),
+    Command('scheduled-compute-nodes get', cmd_get, 'show an allocation', (ID,)),
+    Command('scheduled-compute-nodes list-jobs', cmd_allocation_jobs, 'list the jobs of an allocation',
+        (ID,), has_csv=True),
 
     Command('slurm create', cmd_slurm_create, 'add a Slurm scheduler to a workflow', (
         ASKED_WF, THE_NAME, ACCOUNT._replace(count='!'), *SCHEDULER_ARGUMENTS,
@@ -33220,9 +33212,9 @@ COMMANDS = (
         Argument('--serialize-allocations', 'BOOL', 'one allocation at a time', parse_truth)),
         'slurm update 1 --walltime 02:00:00'),
     Command('slurm list', lists('list_slurm_schedulers', SCHEDULER_COLUMNS, 'Slurm schedulers'),
-        'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), 'slurm list 1', True),
-    Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
-    Command('slurm delete', cmd_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
+        'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
+    Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,)),
+    Command('slurm delete', cmd_delete, 'delete a Slurm scheduler', (ID,)),
     Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
         ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many (default: 1; of a chain what its jobs take)',
                            at_least(1)),
@@ -33231,27 +33223,23 @@ COMMANDS = (
         *ALLOCATION_OPTIONS,
         Argument('--start-one-worker-per-node', '', 'start a runner on each node (mode direct)'),
         Argument('--keep-submission-scripts', '', 'keep the scripts in the output directory'),
-        Argument('--suppress-actions', '', 'take the actions that would submit allocations, too')),
-        'slurm schedule-nodes 1'),
+        Argument('--suppress-actions', '', 'take the actions that would submit allocations, too'))),
 
     Command('tasks wait', cmd_tasks_wait, 'how a task of the server ended; exit code 1 if it failed', (
         ID._replace(meaning='id of the task'),
         Argument('--timeout', 'SECONDS', 'accepted, without effect: a task has ended when it has its id',
                  at_least(0, parse_seconds)),
         Argument('--poll-fallback-interval', 'SECONDS', 'accepted, without effect',
-                 at_least(0.01, parse_seconds))), 'tasks wait 1'),
+                 at_least(0.01, parse_seconds)))),
 
     Command('job-dependencies job-job', lists('list_job_dependencies', JOB_JOB_COLUMNS, 'job dependencies'),
-        'list the jobs that each job depends on', (ASKED_WF, LIMIT, OFFSET), 'job-dependencies job-job 1',
-        True),
+        'list the jobs that each job depends on', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
     Command('job-dependencies job-file',
         lists('list_job_file_relationships', JOB_FILE_COLUMNS, 'job file relationships'),
-        'list the jobs that write and read each file', (ASKED_WF, LIMIT, OFFSET),
-        'job-dependencies job-file 1', True),
+        'list the jobs that write and read each file', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
     Command('job-dependencies job-user-data',
         lists('list_job_user_data_relationships', JOB_DATA_COLUMNS, 'job user data relationships'),
-        'list the jobs that write and read each piece of user data', (ASKED_WF, LIMIT, OFFSET),
-        'job-dependencies job-user-data 1', True),
+        'list the jobs that write and read each piece of user data', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
 
     Command('slurm generate', cmd_slurm_generate,
         'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
@@ -33292,31 +33280,29 @@ COMMANDS = (
         RUN_OPTIONS[5]._replace(names='--max-parallel-jobs'), LABEL_OF_RUNNER, FORCE, *SSH_WORDS),
         'remote run workers.txt 1'),
     Command('remote status', cmd_remote_status, 'show how the workers of a workflow are', (
-        ASKED_WF, UNUSED_OUTPUT_DIR, *SSH_WORDS), 'remote status 1'),
+        ASKED_WF, UNUSED_OUTPUT_DIR, *SSH_WORDS)),
     Command('remote stop', cmd_remote_stop, 'stop the workers of a workflow, and the jobs that they run', (
         ASKED_WF, Argument('--force', '', 'kill them and all that they have started'), UNUSED_OUTPUT_DIR,
-        *SSH_WORDS), 'remote stop 1'),
+        *SSH_WORDS)),
     Command('remote collect-logs', cmd_remote_collect_logs, 'fetch what workers and jobs have written', (
         ASKED_WF, Argument('-l --local-output-dir', 'DIR', 'with a directory for each host',
                            default='remote_logs'),
-        REMOTE_OUTPUT, Argument('--delete', '', 'there, what was received whole'), *SSH_WORDS),
-        'remote collect-logs 1'),
+        REMOTE_OUTPUT, Argument('--delete', '', 'there, what was received whole'), *SSH_WORDS)),
     Command('remote delete-logs', cmd_remote_delete_logs, 'delete what workers and jobs have written', (
-        ASKED_WF, REMOTE_OUTPUT, *SSH_WORDS), 'remote delete-logs 1'),
+        ASKED_WF, REMOTE_OUTPUT, *SSH_WORDS)),
     Command('remote add-workers', cmd_remote_add_workers, 'store hosts for a workflow', (
         NEEDED_WF, Argument('HOST', '', '[user@]host[:port]', parse_worker, '+', key='hosts'), *SSH_WORDS),
         'remote add-workers 1 node7 me@node8:2222'),
     Command('remote add-workers-from-file', cmd_remote_add_workers, 'store the hosts in a file', (
         Argument('FILE', '', 'hosts, one a line'), ASKED_WF, *SSH_WORDS),
         'remote add-workers-from-file workers.txt 1'),
-    Command('remote list-workers', cmd_remote_list_workers, 'list the stored hosts', (ASKED_WF,),
-        'remote list-workers 1'),
+    Command('remote list-workers', cmd_remote_list_workers, 'list the stored hosts', (ASKED_WF,)),
     Command('remote remove-worker', changes('delete_remote_worker',
                                             'Removed worker {worker} from workflow {workflow_id}'),
         'forget a host; its worker goes on',
         (Argument('HOST', '', 'as it was added', key='worker'), ASKED_WF), 'remote remove-worker node7 1'),
-    Command('hpc list', cmd_hpc_list, 'list the clusters whose partitions are known', (), 'hpc list', True),
-    Command('hpc detect', cmd_hpc_detect, 'show which cluster this is', (), 'hpc detect'),
+    Command('hpc list', cmd_hpc_list, 'list the clusters whose partitions are known', (), has_csv=True),
+    Command('hpc detect', cmd_hpc_detect, 'show which cluster this is', ()),
     Command('hpc show', cmd_hpc_show, 'show a cluster and its partitions',
         (CLUSTER._replace(count='1'),), 'hpc show kestrel'),
     Command('hpc partitions', cmd_hpc_partitions, 'list the partitions of a cluster', (
@@ -33354,7 +33340,7 @@ COMMANDS = (
     Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON object a line',
         (Argument('--include-bodies', '', 'include the bodies of requests and answers'),), 'admin tail-api'),
     Command('admin reload-auth', shows('reload_auth', '{message}: {user_count} users'),
-        'have the server read its password file again', (), 'admin reload-auth'),
+        'have the server read its password file again', ()),
 
     Command('access-groups create', changes('create_access_group', 'Created access group {id}'),
         'create an access group',
@@ -33362,8 +33348,7 @@ COMMANDS = (
         'access-groups create chemists'),
     Command('access-groups list', lists('list_access_groups', GROUP_COLUMNS, 'access groups'),
         'list access groups', SHORT_PAGE_OPTIONS, 'access-groups list', True),
-    Command('access-groups get', shows('get_access_group'),
-        'show an access group', (GROUP_ID,), 'access-groups get 1'),
+    Command('access-groups get', shows('get_access_group'), 'show an access group', (GROUP_ID,)),
     Command('access-groups delete', changes('delete_access_group', 'Deleted access group {group_id}'),
         'delete an access group', (GROUP_ID,), 'access-groups delete 2'),
     Command('access-groups add-user',
@@ -33389,8 +33374,7 @@ COMMANDS = (
         'access-groups remove-workflow 1 2'),
     Command('access-groups list-workflow-groups',
         lists('list_workflow_groups', GROUP_COLUMNS, 'access groups'),
-        'list the groups that have access to a workflow', (NEEDED_WF, *SHORT_PAGE_OPTIONS),
-        'access-groups list-workflow-groups 1', True),
+        'list the groups that have access to a workflow', (NEEDED_WF, *SHORT_PAGE_OPTIONS), has_csv=True),
 )
 
 
