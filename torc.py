@@ -28357,15 +28357,10 @@ def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[s
 
 
 def go_on_with_canceled(session: Session, workflow_id: int) -> str:
-    """The commands that let a canceled workflow go on where it ran: here, or in allocations."""
+    """How a canceled workflow goes on where it ran: here, or in allocations."""
     had_allocations = session.items('list_scheduled_compute_nodes', 1, workflow_id=workflow_id)
-    return commands_to_retry(command_line(session), workflow_id, bool(had_allocations))
-
-
-def refuse_canceled(session: Session, workflow_id: int) -> None:
-    """Refuse to submit for a workflow that was canceled: say how it goes on."""
-    raise Refused(f'workflow {workflow_id} was canceled; to go on with what it left undone: '
-                  + go_on_with_canceled(session, workflow_id))
+    return 'to go on with what it left undone: ' + commands_to_retry(
+        command_line(session), workflow_id, bool(had_allocations))
 
 
 def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
@@ -28377,7 +28372,7 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[st
     if status['jobs_by_status']['uninitialized'] and not was_stopped(workflow, status):
         initialize_for_run(session, workflow, status, is_forced)
     elif status['is_canceled']:
-        refuse_canceled(session, number)
+        raise Refused(f'workflow {number} was canceled; {go_on_with_canceled(session, number)}')
     client = session.client
     if client.named_url or client.is_lasting:
         host = parse_url(client.url).host
@@ -28713,11 +28708,7 @@ def sum_usage(session: Session, workflow_id: int) -> Dict[str, Any]:
 
 def cmd_slurm_usage(session: Session, args: Arguments) -> Answer:
     """The same as a command."""
-    answer = sum_usage(session, choose_workflow(session, args))
-    lines = [f"Workflow ID: {answer['workflow_id']}", f"Slurm jobs:  {answer['total_slurm_jobs']}",
-             f"Nodes:       {answer['total_nodes']}", f"Node time:   {answer['total_node_time']}",
-             f"CPU time:    {answer['total_cpu_time']}", *answer.get('errors', ())]
-    return Answer(answer, format_lines(lines))
+    return Answer(sum_usage(session, choose_workflow(session, args)))
 
 
 # -------- a report, which also says what allocations took --------
@@ -29015,18 +29006,14 @@ def format_toml_profile(name: str, entry: Dict[str, Any]) -> str:
     return '\n'.join(lines) + '\n'
 
 
-def refuse_format(path: Optional[str]) -> None:
-    """Refuse the name of a file whose format is not written."""
-    format = FORMATS.get(os.path.splitext(path or '')[1].lower(), 'yaml')
-    if format in ('kdl', 'toml'):
-        raise BadInput(f'{format.upper()} is not written: give the file a name in .yaml or .json')
-
-
 # -------- slurm generate --------
 
 def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
     """Put Slurm schedulers, and actions that submit them, into a workflow file."""
-    refuse_format(args['output'])
+    path = args['output']
+    format = FORMATS.get(os.path.splitext(path or '')[1].lower())
+    if format in ('kdl', 'toml'):
+        raise BadInput(f'{format.upper()} is not written: give the file a name in .yaml or .json')
     made, profile, _, document = read_for_slurm(
         session, args['spec'], args, replaces=bool(args['overwrite']), has_actions=not args['no_actions'])
     summary = {'dry_run': bool(args['dry_run']), 'scheduler_count': len(made.schedulers),
@@ -29036,17 +29023,15 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
     if args['dry_run']:
         return Answer(summary, format_generated(made, profile))
     session.inform(*format_generated(made, profile).splitlines())
-    path = args['output']
-    value = made.value
-    rebase_tables(value, spec_directory(args['spec']), spec_directory(path))
+    rebase_tables(made.value, spec_directory(args['spec']), spec_directory(path))
     if path:
-        format = FORMATS.get(os.path.splitext(path)[1].lower(), document.format)
+        text = format_spec(made.value, format or document.format)
         with writing(path, '--output'):
-            write_atomically(path, format_spec(value, format).encode('utf-8', 'backslashreplace'), None)
+            write_atomically(path, text.encode('utf-8', 'backslashreplace'), None)
         session.announce(dict(summary, output=path), f'Wrote {path}; submit it with: '
                          + command_line(session, 'submit', path))
     else:
-        session.show(format_spec(value, 'json' if session.format == 'json' else document.format))
+        session.show(format_spec(made.value, 'json' if session.format == 'json' else document.format))
     return None
 
 
@@ -29057,8 +29042,6 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
 
 NODE_STATES = (('idle_nodes', ('idle',)), ('mixed_nodes', ('mix',)), ('allocated_nodes', ('alloc', 'comp')),
                ('down_nodes', ('down', 'drain', 'fail', 'unk')))
-
-
 STATE_KEYS = ('partition', 'total_nodes', 'idle_nodes', 'mixed_nodes', 'allocated_nodes', 'down_nodes',
               'pending_jobs', 'pending_nodes', 'running_jobs', 'running_nodes')
 
@@ -29408,7 +29391,7 @@ def expect_clean_up(options: RegenerateOptions, cleaned: Dict[str, Any]) -> Rege
 def perform_regeneration(session: Session, workflow: Dict[str, Any],
                          planned: Regeneration) -> Dict[str, Any]:
     """Store what was planned, and submit what is due."""
-    number, options, outcome, stored = workflow['id'], planned.options, None, {}    # type: Any
+    number, options, submitted, stored = workflow['id'], planned.options, [], {}    # type: Any
     if options.submits or not planned.is_begun:
         begin_workflow(session, workflow, options.settings, False)
     if not planned.is_begun:    # that may have canceled some of its jobs
@@ -29423,30 +29406,26 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any],
         due = [{'action_id': action_id} for action_id in stored.get('due') or ()]
         outcome = Submitter(session, workflow).run({'settings': options.settings, 'actions': due})
         report_troubles(session, workflow, outcome)
-    known = [renewal.get('scheduler_id') for renewal in planned.renewals]
-    value = describe_regeneration(number, planned, stored.get('scheduler_ids') or known)
-    value.update(total_allocations=sum_allocations(planned.renewals),
-                 allocations_submitted=len(outcome.numbers) if outcome else 0,
-                 allocations_deferred=sum_allocations(planned.renewals, True),
-                 warnings=planned.warnings, actions_taken=stored.get('taken', 0),
-                 slurm_job_ids=outcome.numbers if outcome else [])
-    return value
+        submitted = outcome.numbers
+    return describe_regeneration(number, planned, stored, submitted)
 
 
-def describe_regeneration(workflow_id: int, planned: Regeneration,
-                          scheduler_ids: Sequence[int] = ()) -> Dict[str, Any]:
-    """Torc's JSON, with our additions at the end, as long as nothing is stored or submitted."""
-    options, rows = planned.options, regeneration_rows(planned.demand, planned.renewals, scheduler_ids)
+def describe_regeneration(workflow_id: int, planned: Regeneration, stored: Dict[str, Any] = {},
+                          slurm_job_ids: Sequence[int] = ()) -> Dict[str, Any]:
+    """Torc's JSON, with our additions at the end. `stored`: what store_allocations has answered, if anything."""
+    options, renewals, profile = planned.options, planned.renewals, planned.profile
+    known = () if options.is_dry_run else [renewal.get('scheduler_id') for renewal in renewals]
+    rows = regeneration_rows(planned.demand, renewals, stored.get('scheduler_ids') or known)
     value = {'workflow_id': workflow_id, 'pending_jobs': planned.demand.num_left}   # type: Dict[str, Any]
     if options.is_dry_run:
-        names = {'profile_name': planned.profile.name, 'profile_display_name': planned.profile.display_name} \
-            if planned.profile else {}
+        names = {'profile_name': profile.name, 'profile_display_name': profile.display_name} if profile else {}
         return dict({'dry_run': True}, **value, **names, planned_schedulers=rows,
-                    total_allocations=sum_allocations(planned.renewals), would_submit=options.submits,
+                    total_allocations=sum_allocations(renewals), would_submit=options.submits,
                     warnings=planned.warnings)
-    return dict(value, schedulers_created=rows, total_allocations=0, allocations_submitted=0,
-                allocations_deferred=0, warnings=[], submitted=options.submits, slurm_job_ids=[],
-                actions_taken=0)
+    return dict(value, schedulers_created=rows, total_allocations=sum_allocations(renewals),
+                allocations_submitted=len(slurm_job_ids),
+                allocations_deferred=sum_allocations(renewals, True), warnings=planned.warnings,
+                submitted=options.submits, slurm_job_ids=slurm_job_ids, actions_taken=stored.get('taken', 0))
 
 
 def cmd_regenerate(session: Session, args: Arguments) -> Answer:
@@ -29463,19 +29442,19 @@ def cmd_regenerate(session: Session, args: Arguments) -> Answer:
 
 def report_regenerated(session: Session, workflow: Dict[str, Any], options: RegenerateOptions) -> Answer:
     """Clean up, plan what is asked for, do it, and say so."""
-    status = session.call('get_workflow_status', workflow_id=workflow['id'])
+    number, status = workflow['id'], session.call('get_workflow_status', workflow_id=workflow['id'])
     if status['is_canceled']:
-        refuse_canceled(session, workflow['id'])
+        raise Refused(f'workflow {number} was canceled; {go_on_with_canceled(session, number)}')
     cleaned = clean_up(session, workflow, options.settings['output_dir'], options.is_dry_run)
     if options.is_dry_run:
         options = expect_clean_up(options, cleaned)
     if has_failed(status['jobs_by_status']) or cleaned['failed_job_details']:
-        recover = command_line(session, 'recover', workflow['id'])
-        session.inform(f'What failed is not planned for; to run it again: {recover}')
+        session.inform('What failed is not planned for; to run it again: '
+                       + command_line(session, 'recover', number))
     value = regenerate_workflow(session, workflow, options)
     for warning in value['warnings']:
         session.report(f'warning: {warning}')
-    text = format_regenerated(value, command_line(session, 'submit', workflow['id']))
+    text = format_regenerated(value, command_line(session, 'submit', number))
     return Answer(value, text, code=1 if options.submits and lacks_allocations(value) else 0)
 
 
@@ -29587,7 +29566,7 @@ def cmd_cancel(session: Session, args: Arguments) -> Optional[Answer]:
         session.inform(f"Canceled {counted(len(canceled), 'Slurm job')}: {first_of(canceled)}")
     for error in errors:
         session.report(f'torc: its allocations are not canceled, do so again: {error}')
-    text = f'Canceled {named}. To go on with what it left undone: {go_on_with_canceled(session, workflow_id)}'
+    text = f'Canceled {named}; {go_on_with_canceled(session, workflow_id)}'
     if not is_canceled:
         text = value['message'] = f'Nothing to cancel: {named} is complete'
     return Answer(value, [text], code=1 if errors else 0)
@@ -29912,8 +29891,7 @@ def explain_nothing(session: Session, found: Evidence, plan: RecoveryPlan, args:
     if left:
         reasons = collections.Counter(reason for _, reason in left).most_common(CANDIDATES_SHOWN)
         told.append('; '.join(f"{reason} ({counted(count, 'job')})" for reason, count in reasons))
-        if not args['retry_unknown']:
-            told[0] += f". --retry-unknown runs {'it' if len(left) == 1 else 'them'} again all the same"
+        told[0] += '' if args['retry_unknown'] else '. --retry-unknown runs such jobs again all the same'
     undecided = counts['pending_failed']
     if undecided:
         told.append(f"{counted(undecided, 'failure', 'waits/wait')} for a decision")
@@ -29921,8 +29899,7 @@ def explain_nothing(session: Session, found: Evidence, plan: RecoveryPlan, args:
         told.append('what was canceled waits for that')
     elif stay:
         retry = command_line(session, 'recover', found.workflow['id'], '--retry-canceled')
-        told.append(f"{counted(stay, 'job')} {'was' if stay == 1 else 'were'} canceled: `{retry}` runs "
-                    f"{'it' if stay == 1 else 'them'} again")
+        told.append(f"{counted(stay, 'job', 'was/were')} canceled: `{retry}` runs such jobs again")
     head = 'nothing to retry: ' if found.failures else 'Cannot recover: no job failed; '
     return printable_line(head + '; '.join(told)).rstrip('; ')
 
@@ -30053,9 +30030,8 @@ def format_plan(found: Evidence, plan: RecoveryPlan, style: Style) -> str:
     lines += remedies.notes
     stay = list_canceled(found, plan)
     if stay:
-        are = 'stay' if stay[1:] else 'stays'
-        lines.append(f"{counted(len(stay), 'job')} of the canceled workflow {are} canceled: --retry-canceled "
-                     f"runs {'them' if stay[1:] else 'it'} again")
+        lines.append(f"Of the canceled workflow, {counted(len(stay), 'job', 'stays/stay')} canceled: "
+                     '--retry-canceled runs such jobs again')
     if plan.hook:
         lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, plan.hook))}")
     outdated = list_outdated(plan)
@@ -30732,10 +30708,8 @@ def new_password(session: Session, args: Arguments, is_new: bool = True) -> byte
         password = session.ask_password('Password: ')
         if is_new and session.stdin.isatty() and session.ask_password('Once more: ') != password:
             raise BadInput('the two passwords differ; nothing was changed')
-    if is_new and len(password) < LEAST_PASSWORD_CHARACTERS:
-        raise BadInput(f'a password has at least {LEAST_PASSWORD_CHARACTERS} characters')
-    if is_new and '\0' in password:
-        raise BadInput('a password holds no NUL')
+    if is_new and (len(password) < LEAST_PASSWORD_CHARACTERS or '\0' in password):
+        raise BadInput(f'a password has at least {LEAST_PASSWORD_CHARACTERS} characters, and none is NUL')
     return password.encode('utf-8', 'surrogateescape')
 
 
@@ -30891,8 +30865,6 @@ def cmd_serve(session: Session, args: Arguments) -> Any:
             stack.enter_context(logging_with(LogFile(log_path), log.handlers[-1].formatter))
         serve_database(options, announce)
     return 0
-
-
 
 
 def back_up(session: Session, args: Arguments) -> Answer:
