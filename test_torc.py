@@ -17234,11 +17234,7 @@ class AccountCommandTest(CommandTest):
         found = self.json('slurm parse-logs out --errors-only -w 1')
         self.assertEqual((3, 3, 0, 3), (found['total_issues'], found['errors'], found['warnings'], len(found['issues'])))
         self.play("""
-            $ slurm parse-logs out -w 1
-            ...
-            Slurm job 42:
-              [WARN] Preemption on node3: slurmstepd-node3: error: *** JOB 42 ...
-            3 errors, 1 warning
+            $ slurm parse-logs out -w 1 -> 0: warning   Preemption...node3...slurm_output_wf1_sl42.o...slurmstepd-node3: error: *** JOB 42...Total: 4
             $ slurm parse-logs out -> 2: choose one with --workflow-id
             $ slurm parse-logs none -w 1 -> 2: cannot read none: No such file or directory; give the output directory of a run
             """)
@@ -18284,7 +18280,7 @@ class SyncStatusTest(CommandTest):
         self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.statuses())
         said, then = (f'Slurm job 71 was preempted by a job of higher priority (PREEMPTED, at {torc.format_time(now - 9)})',
                       f'Slurm job 73 reached its time limit (TIMEOUT, at {torc.format_time(now - 99)})')
-        left = 'left alone: allocation 4 has not been submitted yet, as far as is known\nAllocations of workflow 1: 1 active, 0 pending\n'
+        left = 'Allocations of workflow 1: 1 active, 0 pending\n'
         self.assertEqual(f'allocation 1 complete: {said}\nallocation 3 complete: {then}\njob 1 (first) ready again: {said}\n'
                          f'job 2 (second) ready again: {said}\n1 compute node inactive\n{left}', text.replace('would be ', ''))
         preview = self.json('workflows sync-status 1 --dry-run')
@@ -19713,7 +19709,7 @@ class ParserTest(unittest.TestCase):
             ('help jobs list', 'topic', ['jobs', 'list']), ('events list 1 --type x', 'category', 'x'),
             ('run 1 --time-limit PT2H', 'time_limit', 7200), ('run 1 --time-limit 2h30m', 'time_limit', 9000),
             ('run 5 --end-time 1970-01-01T00:01:00Z', 'end_time', 60.0),
-            ('run 1 --claim-backoff-max-secs 5m', 'claim_backoff_max_secs', 300.0), ('tasks wait 1 --timeout 2m', 'timeout', 120.0),
+            ('run 1 --claim-backoff-max-secs 5m', 'claim_backoff_max_secs', 300.0), ('slurm-job-runner x 1 y -p 2m', 'poll_interval', 120.0),
             ('run 1 --memory-gb 1.5', 'memory_gb', 1.5), ('run 1 --memory-gb 512MB', 'memory_gb', 0.5),
             ('admin api-stats --window 1h', 'window', 3600), ('jobs update 1 --runtime 2h', 'runtime', 'PT2H'),
             ('resource-requirements update 1 -m 8GB -r 30m', 'memory', '8g'),

@@ -28403,8 +28403,7 @@ class Submitter:
         self.left = 0               # allocations that are neither
         self.why_left = ''          # the last failure that passes, or in whose hands they are
         self.partitions = None      # type: Optional[Sequence[Partition]]  # the default one first
-        self.callers = {}           # type: Dict[str, Caller]  # by output directory
-        self.warned = set()         # type: Set[int]  # schedulers
+        self.callers = {}           # type: Dict[Tuple[str, int], Caller]  # by output directory and scheduler
 
     def run(self, request: Dict[str, Any], waits: bool = True) -> 'Submitter':
         """Submit what the server makes for a request (SubmissionRequest), and what others have left.
@@ -28472,26 +28471,24 @@ class Submitter:
 
     def write_script(self, item: Submission) -> Tuple[List[str], str]:
         """Put an allocation's script into its output directory; options of sbatch, and its path. OSError."""
-        output_dir, number = item.settings['output_dir'], item.scheduler['id']
+        output_dir, key = item.settings['output_dir'], (item.settings['output_dir'], item.scheduler['id'])
         if self.partitions is None:
             self.partitions = ()
             with contextlib.suppress(Refused):
                 self.partitions = ask_for_profile().partitions
         partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
         words = batch_words(item, find_nodes(self.partitions, partition, item.needs))
-        if number not in self.warned:
-            self.warned.add(number)
-            config, name = item.workflow.get('execution_config') or {}, item.scheduler.get('name') or number
+        if key not in self.callers:
+            os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
+            self.callers[key] = caller_of(self.session.client, output_dir)
+            config, name = item.workflow.get('execution_config') or {}, item.scheduler.get('name') or key[1]
             is_wide = (item.scheduler.get('nodes') or 1) > 1 \
                 and not item.settings.get('start_one_worker_per_node')
             if is_wide and config.get('mode') == 'direct' and config.get('limit_resources') is not False:
                 self.session.report('warning: in mode direct a runner uses one of the nodes that scheduler '
                                     f'{name} asks for: let it ask for 1, or give start_one_worker_per_node')
-        if output_dir not in self.callers:
-            os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
-            self.callers[output_dir] = caller_of(self.session.client, output_dir)
         path = os.path.join(output_dir, submission_name(item) + '.sh')
-        write_atomically(path, os.fsencode(format_batch_script(item, words, self.callers[output_dir])), 0o700)
+        write_atomically(path, os.fsencode(format_batch_script(item, words, self.callers[key])), 0o700)
         return words, path
 
 
@@ -28781,6 +28778,8 @@ NAMED_SLURM_JOB = Expression(r'(?:\bStepId=|\bJobId=|\bSLURM_JOB_ID=|\*\*\* (?:J
 NAMED_NODE = Expression(r'\bON (\S+) (?:CANCELLED|FAILED)|\bNode failure on ([\w.-]+)|'
                         r'\bslurmstepd-([\w.-]+):|\bsrun: error: ([\w.-]+): task|'
                         r'\bfailed on node ([\w.-]+):')
+ISSUE_COLUMNS = ('Slurm Job=slurm_job_id, Severity=severity, Kind=pattern_description, Node=node, File=file, '
+                 'Line=line_number, >Text=line')
 
 
 def describe_issues(session: Session, workflow_id: int, files: FoundErrors) -> List[Dict[str, Any]]:
@@ -28811,7 +28810,7 @@ def describe_issues(session: Session, workflow_id: int, files: FoundErrors) -> L
     return issues
 
 
-def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Answer:
+def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Any:
     """Look for errors in what a workflow's allocations and jobs wrote."""
     path = args['path']
     workflow_id = choose_logged_workflow(path, args['workflow_id'], False)
@@ -28830,25 +28829,9 @@ def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Answer:
     answer = {'workflow_id': workflow_id, 'output_dir': path, 'slurm_jobs_count': len(job_ids),
               'files_scanned': len(files), 'total_issues': errors + warnings, 'errors': errors,
               'warnings': warnings, 'issues': issues}
-    return Answer(answer, format_issues(answer))
-
-
-def format_issues(answer: Dict[str, Any]) -> str:
-    """Errors in logs, by Slurm job, for people."""
-    lines = [f"Files scanned: {answer['files_scanned']}, of {answer['slurm_jobs_count']} Slurm jobs"]
-    issues = answer['issues']
-    for slurm_job in dict.fromkeys(issue['slurm_job_id'] for issue in issues):
-        lines += ['', f'Slurm job {slurm_job}:']
-        for issue in issues:
-            if issue['slurm_job_id'] == slurm_job:
-                mark = 'ERROR' if issue['severity'] == 'error' else 'WARN'
-                node = f" on {issue['node']}" if issue['node'] else ''
-                lines += [f"  [{mark}] {issue['pattern_description']}{node}: {issue['line']}",
-                          f"      {issue['file']}:{issue['line_number']}"]
-    more = answer['total_issues'] - len(issues)
-    lines += ['', f'and {more} more, in the same files'] if more > 0 else []
-    lines += ['', f"{counted(answer['errors'], 'error')}, {counted(answer['warnings'], 'warning')}"]
-    return format_lines(lines)
+    if len(issues) < answer['total_issues']:
+        session.report(f"{answer['total_issues'] - len(issues)} more are in the same files")
+    return Listing(headings_of(ISSUE_COLUMNS), issues, f'errors in {counted(len(files), "file")}', answer)
 
 
 # -------- explain --------
@@ -28939,8 +28922,7 @@ def cmd_hpc_show(session: Session, args: Arguments) -> Any:
                  metadata={'documentation': None, 'support_email': None})
     if session.format == 'json':
         return Answer(value)
-    shown = ('name', 'display_name', 'description', 'default_account')
-    session.show(format_record({key: value[key] for key in shown}) + '\n')
+    session.show(format_record(dict(value, detection=None, partitions=None, metadata=None)) + '\n')
     return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
                    'partitions')
 
@@ -29277,29 +29259,26 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
                 alive=seen.alive)
 
 
-def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str, is_dry_run: bool = False,
-             has_journals: bool = False, submits: bool = False) -> Dict[str, Any]:
+def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str,
+             is_dry_run: bool = False) -> Dict[str, Any]:
     """Find allocations that are gone, and jobs that nobody runs, and set them right.
 
-    What runners have kept counts first, unless it was just taken in: what has ended would else be ready again.
-    With `submits` what a killed command has left is submitted, and doubts are left to the caller.
+    What runners have kept counts first: what has ended would else be ready again.
     """
-    if not has_journals:
-        take_in_first(session, workflow, output_dir, is_dry_run)
-    if submits and not is_dry_run:
-        session.report(*go_on_submitting(session, workflow))
+    take_in_first(session, workflow, output_dir, is_dry_run)
     cleaned = clean_up_allocations(session, workflow['id'], is_dry_run)
     if cleaned['compute_nodes_deactivated'] and not is_dry_run:     # what their recovery scripts held up
         take_in_first(session, workflow, output_dir)
-    if not submits:
-        session.report(*(printable_line(f'warning: {doubt}') for doubt in cleaned['doubts']))
+    session.report(*(printable_line(f'warning: {doubt}') for doubt in cleaned['doubts']))
     return cleaned
 
 
 def cmd_sync_status(session: Session, args: Arguments) -> Answer:
     """Clean up, and say what was done, or would be."""
     workflow = session.workflow(choose_workflow(session, args))
-    found = clean_up(session, workflow, args['output_dir'], bool(args['dry_run']), submits=True)
+    if not args['dry_run']:
+        session.report(*go_on_submitting(session, workflow))
+    found = clean_up(session, workflow, args['output_dir'], bool(args['dry_run']))
     would, lines = 'would be ' if found['dry_run'] else '', []
     for row in found['allocations']:
         lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
@@ -29311,10 +29290,9 @@ def cmd_sync_status(session: Session, args: Arguments) -> Answer:
         lines += [f'{more} more {would}{word}'] if more > 0 else []
     count = found['compute_nodes_deactivated']
     lines += [f"{counted(count, 'compute node')} {would}inactive"] if count else []
-    lines += [f'left alone: {doubt}' for doubt in found['doubts']]
-    alive = found['alive']
+    alive, is_clear = found['alive'], not (lines or found['doubts'])
     lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
-                 f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
+                 f"{alive['pending']} pending" + '; nothing was lost' * is_clear)
     return Answer(found, lines)
 
 
@@ -29635,12 +29613,11 @@ class RecoveryPlan(Row):
 
 # -------- what there is --------
 
-def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
-           has_journals: bool = False) -> Evidence:
+def gather(session: Session, workflow: Dict[str, Any], args: Arguments) -> Evidence:
     """Clean up, and find out why jobs failed. Refused while somebody is at work, or before anybody was."""
     session.client.need_server()       # it ends the jobs of runners that were killed
     number = workflow['id']
-    cleaned = clean_up(session, workflow, args['output_dir'], args['dry_run'], has_journals)
+    cleaned = clean_up(session, workflow, args['output_dir'], args['dry_run'])
     expected = cleaned if args['dry_run'] else {}       # what a dry run has not set right
     decide_undecided(session, workflow, args)
     workflow = session.workflow(number)
@@ -29938,9 +29915,9 @@ def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: 
 
 def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments,
                      settings: Dict[str, Any]) -> Dict[str, Any]:
-    """The JSON of `recover` without questions, with journals taken in before. Refused if it cannot be."""
+    """The JSON of `recover` without questions. Refused if it cannot be."""
     args = dict(args, dry_run=False, retry_canceled=False)
-    found = gather(session, workflow, args, True)
+    found = gather(session, workflow, args)
     plan = plan_recovery(session, found, args, settings)
     return describe_recovery(session, found, apply_recovery(session, found, plan, args), args)
 
@@ -30452,9 +30429,7 @@ class RemoteHosts:
     """What a command wants of the workers of a workflow, and what they say."""
 
     def __init__(self, session: Session, args: Arguments, workflow_id: int, workers: Sequence[str]) -> None:
-        self.session = session
-        self.workflow_id = workflow_id
-        self.workers = workers
+        self.session, self.workflow_id, self.workers = session, workflow_id, workers
         self.ssh = Ssh(args['ssh_option'] or (), args['python'], args['max_parallel_ssh'])
         self.answers = []       # type: List[Any]  # of the workers: HostAnswer, or TorcError
 
@@ -30807,10 +30782,7 @@ def cmd_open(session: Session, args: Arguments) -> Any:
     address = parse_url(client.url)
     host = f'[{address.host}]' if ':' in address.host else address.host
     url = f"http{'s' if address.is_tls else ''}://{host}:{address.port}/#key={key}"
-    if session.format == 'json':
-        session.show_json({'url': url})
-    else:
-        session.show(url + '\n')
+    session.present(Answer({'url': url}, [url]))
     session.out.flush()
     session.inform(f'It works once, for {KEY_LASTS_S:.0f} s. To see it on another machine, run there: ssh -L '
                    f'{address.port}:{host}:{address.port} {user_name()}@{socket.gethostname()}')
@@ -31719,8 +31691,7 @@ GROUP_USER = USER._replace(key='user_name')
 INIT_OPTIONS = (
     FORCE, DRY_RUN, Argument('-v --verbose', '', 'with --dry-run: name the output files that exist'),
     Argument('--async', '', 'do not say how it ended: `tasks wait` does'),
-    Argument('--wait-timeout', 'SECONDS', 'accepted, without effect: nothing is waited for',
-             at_least(0, parse_seconds)),
+    Argument('--wait-timeout', 'SECONDS', 'accepted, without effect: nothing is waited for'),
 )
 SSH_WORDS = (
     Argument('--max-parallel-ssh', 'N', 'connections made at the same time', at_least(1), default=10),
@@ -32707,8 +32678,7 @@ COMMANDS = (
                  at_least(0, parse_seconds), default=0.0),
         Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
         Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node'),
-        *OFFLINE_OPTIONS),
-        'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
+        *OFFLINE_OPTIONS), 'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
         Argument('--dry-run', '', 'only check the file; with --resume: only show what would change'), *RESUME,
@@ -32863,8 +32833,7 @@ COMMANDS = (
         Argument('--pid-file', 'FILE', 'write the process id to this file'),
         Argument('--shutdown-on-stdin-eof', '', 'exit at the end of stdin'),
         Argument('-t --threads', 'N', 'accepted, without effect', at_least(1)),
-        Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted, without effect',
-                 at_least(0, parse_seconds))),
+        Argument('-c --completion-check-interval-secs', 'SECONDS', 'accepted, without effect')),
         'serve --port 0'),
     Command('open', cmd_open, 'show the workflows in a browser: print the address of the page', (
         Argument('--no-browser', '', 'only print it'),), 'open --no-browser'),
@@ -32956,8 +32925,7 @@ COMMANDS = (
         Argument('-a --all', '', 'also what stayed within its limits'),
         Argument('--include-failed', '', 'also of failed and terminated jobs, with likely causes'),
         Argument('--min-over-utilization', 'PERCENT', 'by how much a limit must be exceeded',
-                 at_least(0, parse_decimal), default=1.0)),
-        'workflows check-resources 1 --all'),
+                 at_least(0, parse_decimal), default=1.0)), 'workflows check-resources 1 --all'),
     Command('workflows correct-resources', cmd_correct_resources,
         'change resource requirements to what jobs used, and a margin', (
         ASKED_WF, Argument('--memory-multiplier', 'N', 'of the highest memory', parse_factor, default=1.2),
@@ -33042,8 +33010,7 @@ COMMANDS = (
         'list the resource requirements of jobs', (ASKED_WF, JOB), has_csv=True),
     Command('jobs list-failure-handlers', lists_of_jobs(
         'list_failure_handlers', 'failure_handler_id', 'failure_handler', JOB_HANDLER_COLUMNS,
-        'jobs with a failure handler'),
-        'list failure handlers of jobs', (ASKED_WF, JOB), has_csv=True),
+        'jobs with a failure handler'), 'list failure handlers of jobs', (ASKED_WF, JOB), has_csv=True),
 
     Command('files create', cmd_create, 'add a file to a workflow', (
         ASKED_WF, THE_NAME, Argument('-p --path', 'PATH', 'where it is', count='!')),
@@ -33199,10 +33166,8 @@ COMMANDS = (
 
     Command('tasks wait', cmd_tasks_wait, 'how a task of the server ended; exit code 1 if it failed', (
         ID._replace(meaning='id of the task'),
-        Argument('--timeout', 'SECONDS', 'accepted, without effect: a task has ended when it has its id',
-                 at_least(0, parse_seconds)),
-        Argument('--poll-fallback-interval', 'SECONDS', 'accepted, without effect',
-                 at_least(0.01, parse_seconds)))),
+        Argument('--timeout', 'SECONDS', 'accepted, without effect: a task has ended when it has its id'),
+        Argument('--poll-fallback-interval', 'SECONDS', 'accepted, without effect'))),
 
     Command('job-dependencies job-job', lists('list_job_dependencies', JOB_JOB_COLUMNS, 'job dependencies'),
         'list the jobs that each job depends on', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
@@ -33594,6 +33559,9 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
 def find_command(words: List[str], options: Arguments) -> Tuple[Command, List[str]]:
     """The row that the first word, or the first two, name, and the words after these."""
     first, *rest = words
+    if first in GROUPS and first not in COMMANDS_BY_NAME:
+        found, rest = read_options(GLOBAL_ARGUMENTS, rest, True)
+        options.update(found)
     if rest and f'{first} {rest[0]}' in COMMANDS_BY_NAME:       # `logs bundle`, beside `logs`
         return COMMANDS_BY_NAME[f'{first} {rest[0]}'], rest[1:]
     if first in COMMANDS_BY_NAME:
@@ -33605,10 +33573,6 @@ def find_command(words: List[str], options: Arguments) -> Tuple[Command, List[st
         near = (f", but: {', '.join(verbs)}" if verbs else
                 did_you_mean(first, [name for name in (*COMMANDS_BY_NAME, *GROUPS) if ' ' not in name]))
         raise BadInput(f'there is no command {first!r}{near} (see: {program_name()} help)')
-    found, rest = read_options(GLOBAL_ARGUMENTS, rest, True)
-    options.update(found)
-    if rest and f'{first} {rest[0]}' in COMMANDS_BY_NAME:
-        return COMMANDS_BY_NAME[f'{first} {rest[0]}'], rest[1:]
     verbs = verbs_of(first)
     if not rest:
         raise BadInput(f"`{first}` requires one of: {', '.join(verbs)}")
