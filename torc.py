@@ -28888,8 +28888,7 @@ def cmd_hpc_detect(session: Session, args: Arguments) -> Answer:
     if found is None:
         return Answer(None, 'No cluster is known here; see `hpc list`, and --profile\n')
     return Answer({'name': found.name, 'display_name': found.display_name,
-                   'description': found.description, 'partitions': len(found.partitions)},
-                  f'{found.name}: {found.display_name}\n')
+                   'description': found.description, 'partitions': len(found.partitions)})
 
 
 def partition_record(partition: Partition) -> Dict[str, Any]:
@@ -28935,7 +28934,7 @@ def cmd_hpc_partitions(session: Session, args: Arguments) -> Listing:
                    list(map(partition_row, found)))
 
 
-def cmd_hpc_match(session: Session, args: Arguments) -> Optional[Answer]:
+def cmd_hpc_match(session: Session, args: Arguments) -> Any:
     """The partitions that can run a job, and the one that would be chosen."""
     partitions = find_profile(args['name'], session.settings).partitions
     needs = ResourceClass('', args['cpus'] or 1, args['memory'] or 0, args['gpus'] or 0, 1,
@@ -28945,11 +28944,10 @@ def cmd_hpc_match(session: Session, args: Arguments) -> Optional[Answer]:
                               'memory_mb': None if args['memory'] is None else needs.memory_mb},
              'matching_partitions': list(map(partition_record, found)),
              'best_partition': None if best is None else partition_record(best)}
-    if best is None or session.format == 'json':
-        return Answer(value, '' if best else f'No partition fits: {explain_misfit(partitions, needs)}\n')
-    session.present(Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions'))
-    session.show(f'Best: {best.name}\n')
-    return None
+    if best is None:
+        return Answer(value, f'No partition fits: {explain_misfit(partitions, needs)}\n')
+    session.inform(f'Best: {best.name}')
+    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions', value)
 
 
 def cmd_hpc_generate(session: Session, args: Arguments) -> Optional[Answer]:
@@ -29024,6 +29022,8 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> Optional[Answer]:
 
 NODE_STATES = (('idle_nodes', ('idle',)), ('mixed_nodes', ('mix',)), ('allocated_nodes', ('alloc', 'comp')),
                ('down_nodes', ('down', 'drain', 'fail', 'unk')))
+ADVICE_COLUMNS = ('Group=group_name, Jobs=job_count, Allocations=num_allocations, Nodes=nodes_per_allocation, '
+                  'Partition=partition, Walltime=walltime, Strategy=strategy, >Reason=reason')
 STATE_KEYS = ('partition', 'total_nodes', 'idle_nodes', 'mixed_nodes', 'allocated_nodes', 'down_nodes',
               'pending_jobs', 'pending_nodes', 'running_jobs', 'running_nodes')
 
@@ -29071,7 +29071,7 @@ def advise(made: PlannedScheduler, state: Optional[Dict[str, Any]]) -> Tuple[int
     return -(-n // chunk), chunk * width, 'chunked', f'{facts}: some nodes at a time'
 
 
-def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
+def cmd_plan_allocations(session: Session, args: Arguments) -> Listing:
     """Recommend how many allocations of how many nodes a workflow should ask for now."""
     made, profile, account, _ = read_for_slurm(session, args['spec'], args, replaces=True, has_actions=False)
     names = list(dict.fromkeys(scheduler.partition.name for scheduler in made.plan.schedulers))
@@ -29096,13 +29096,7 @@ def cmd_plan_allocations(session: Session, args: Arguments) -> Answer:
     value = {'workflow_analysis': analysis, 'cluster_state': states, 'recommendations': recommendations,
              'warnings': [str(warning) for warning in made.warnings], 'resource_groups': groups,
              'profile_name': profile.name, 'profile_display_name': profile.display_name, 'account': account}
-    lines = [f"{counted(num_jobs, 'job')} in {counted(len(widths), 'level')}, at most {widths[widest]} at "
-             f'once, on {profile.display_name}', '']
-    for row in recommendations:
-        jobs, nodes = counted(row['job_count'], 'job'), counted(row['nodes_per_allocation'], 'node')
-        lines += [f"{row['group_name']}: {jobs}, {row['num_allocations']} x {nodes} of {row['partition']} for "
-                  f"{row['walltime']} ({row['strategy']})", f"    {row['reason']}"]
-    return Answer(value, lines)
+    return Listing(headings_of(ADVICE_COLUMNS), recommendations, 'jobs to plan for', value)
 
 
 # ======== 20f. Recovery commands: sync-status, reconcile, regenerate, submit, cancel, classify ========
@@ -33203,7 +33197,8 @@ COMMANDS = (
         *PLANNED_SPEC, Argument('-p --partition', 'NAME', 'only of this partition'),
         Argument('--offline', '', 'do not ask Slurm how full it is'),
         Argument('--skip-test-only', '', 'accepted, without effect: sbatch is not asked'), *PLAN_OPTIONS),
-        'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml'),
+        'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml',
+        has_csv=True),
 
     Command('remote run', cmd_remote_run, 'start a worker on each host, by ssh', (
         Argument('[FILE] WF', '', 'hosts, one a line: [user@]host[:port] (default: those stored); workflow',
