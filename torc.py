@@ -29149,13 +29149,9 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, directories
 
 def is_directory_there(path: str) -> bool:
     """Whether a directory is there. OSError if it cannot be read, as in a file system that is away."""
-    try:
-        os.listdir(path)
-    except OSError as error:
-        if error.errno not in NO_FILE:
-            raise
-        return False
-    return True
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return bool(os.listdir(path))       # nothing is in an empty one
+    return False
 
 
 def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str,
@@ -29253,13 +29249,14 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
                 alive=seen.alive)
 
 
-def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str,
-             is_dry_run: bool = False) -> Dict[str, Any]:
+def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str, is_dry_run: bool = False,
+             has_journals: bool = False) -> Dict[str, Any]:
     """Find allocations that are gone, and jobs that nobody runs, and set them right.
 
-    What runners have kept counts first: what has ended would else be ready again.
+    What runners have kept counts first, unless it was just taken in: what has ended would else be ready again.
     """
-    take_in_first(session, workflow, output_dir, is_dry_run)
+    if not has_journals:
+        take_in_first(session, workflow, output_dir, is_dry_run)
     cleaned = clean_up_allocations(session, workflow['id'], is_dry_run)
     if cleaned['compute_nodes_deactivated'] and not is_dry_run:     # what their recovery scripts held up
         take_in_first(session, workflow, output_dir)
@@ -29607,11 +29604,12 @@ class RecoveryPlan(Row):
 
 # -------- what there is --------
 
-def gather(session: Session, workflow: Dict[str, Any], args: Arguments) -> Evidence:
+def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
+           has_journals: bool = False) -> Evidence:
     """Clean up, and find out why jobs failed. Refused while somebody is at work, or before anybody was."""
     session.client.need_server()       # it ends the jobs of runners that were killed
     number = workflow['id']
-    cleaned = clean_up(session, workflow, args['output_dir'], args['dry_run'])
+    cleaned = clean_up(session, workflow, args['output_dir'], args['dry_run'], has_journals)
     expected = cleaned if args['dry_run'] else {}       # what a dry run has not set right
     decide_undecided(session, workflow, args)
     workflow = session.workflow(number)
@@ -29909,9 +29907,9 @@ def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: 
 
 def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments,
                      settings: Dict[str, Any]) -> Dict[str, Any]:
-    """The JSON of `recover` without questions. Refused if it cannot be."""
+    """The JSON of `recover` without questions, with journals taken in before. Refused if it cannot be."""
     args = dict(args, dry_run=False, retry_canceled=False)
-    found = gather(session, workflow, args)
+    found = gather(session, workflow, args, True)
     plan = plan_recovery(session, found, args, settings)
     return describe_recovery(session, found, apply_recovery(session, found, plan, args), args)
 
