@@ -31527,11 +31527,12 @@ def parse_label(text: str) -> str:
 parse_ids, parse_labels = comma_separated(parse_id), comma_separated(parse_label)
 parse_factor = at_least(1, parse_decimal, 1000)     # of what was seen
 parse_status = one_of(*STATUS_CODES)
+parse_wait, parse_interval = at_least(0, parse_seconds), at_least(0.01, parse_seconds)
+parse_period = at_least(1, parse_whole_seconds)
 MONITOR_WORDS = ('off', 'summary', 'time-series')
 STDIO_WORDS = tuple(mode.replace('_', '-') for mode in STDIO_MODES)
 
-ASKED_WF = Argument('WF', '', 'id of the workflow; without it you are asked', parse_id, '?',
-                    key='workflow_id')
+ASKED_WF = Argument('WF', '', 'id of the workflow; else you are asked', parse_id, '?', key='workflow_id')
 NEEDED_WF = Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id')
 ID = Argument('ID', '', 'id of the object', parse_id)
 ACTION_ID = Argument('ID', '', 'id of the action', parse_id, key='action_id')
@@ -31579,13 +31580,13 @@ LABEL_OF_RUNNER = Argument('--label', 'LABEL,...', 'take only jobs that have lab
 MAX_PARALLEL = Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need',
                         at_least(1))
 CLAIM_BACKOFF = Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while '
-                         'nothing changes', at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S)
+                         'nothing changes', parse_wait, default=DEFAULT_CLAIM_BACKOFF_MAX_S)
 PROGRESS = Argument('--progress', 'HOW', 'none, plain (a line now and then) or bar (default: as stderr can)',
                     one_of('none', 'plain', 'bar'))
+POLL_INTERVAL = Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server, which '
+                         'tells an idle runner of new work', parse_interval, default=DEFAULT_POLL_INTERVAL_S)
 RUN_OPTIONS = (
-    OUTPUT_DIR,
-    Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server, which tells an idle '
-             'runner at once of new work', at_least(0.01, parse_seconds), default=DEFAULT_POLL_INTERVAL_S),
+    OUTPUT_DIR, POLL_INTERVAL,
     Argument('--num-cpus', 'N', 'CPUs to use (default: by affinity and CPU quota)', at_least(1)),
     Argument('--memory-gb', 'N', 'memory to use, in GiB, or such as 512m (default: what is available)',
              at_least(0, lambda text: parse_memory(text, 'g') / MEMORY_SIZES['g'])),
@@ -31610,7 +31611,7 @@ OUTPUT_FILE = Argument('-o --output', 'FILE', 'write it there')
 ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
     Argument('-p --poll-interval', 'SECONDS', "interval between a runner's requests to the server (default "
-             f'{SLURM_POLL_INTERVAL_S:g})', at_least(0.01, parse_seconds)),
+             f'{SLURM_POLL_INTERVAL_S:g})', parse_interval),
     MAX_PARALLEL._replace(names='-m --max-parallel-jobs'), CLAIM_BACKOFF._replace(default=None),
 )
 ACCOUNT = Argument('-a --account', 'ACCOUNT', 'account to charge')
@@ -31626,8 +31627,7 @@ REQUIREMENT_OPTIONS = (
     Argument('-m --memory', 'MEMORY', 'memory, such as 2g or 512MB', normalize_memory),
     Argument('-r --runtime', 'DURATION', 'longest run time, such as 30m or PT30M', normalize_duration),
 )
-CLUSTER = Argument('NAME', '', f'name of its profile, or {LIVE_PROFILE}: ask sinfo (default: this cluster)',
-                   count='?')
+CLUSTER = Argument('NAME', '', f'its profile, or {LIVE_PROFILE}: ask sinfo (default: this one)', count='?')
 PROFILE = Argument('--profile', 'NAME', 'the cluster that allocations are planned for, see `hpc list`, or '
                    f'{LIVE_PROFILE}: ask sinfo (default: this one)')
 PLANNED_SPEC = (
@@ -31658,8 +31658,7 @@ RECOVER_OPTIONS = (
              '`timeout` ended)', parse_factor, default=1.5),
     Argument('--cpu-multiplier', 'N', 'of the CPUs that jobs kept busy, where they were more than asked for '
              '(default: CPUs stay as they are)', parse_factor),
-    Argument('--shared', '', 'change requirements for all jobs that share them, not only for those that '
-             'failed', key='is_shared'),
+    Argument('--shared', '', 'change requirements for all jobs that share them', key='is_shared'),
     Argument('--retry-unknown', '', 'run again what failed for a reason of its own, too'),
     Argument('--recovery-hook', 'CMD', 'run this first, with the id of the workflow as its last word; if it '
              'fails nothing is changed; implies --retry-unknown'),
@@ -31706,8 +31705,7 @@ GLOBAL_ARGUMENTS = (
     Argument('--password', 'PW', 'your password at the server that --url names (better: TORC_PASSWORD_FILE)'),
     Argument('--prompt-password', '', 'ask for that password'),
     Argument('--cookie-header', 'TEXT', 'Cookie field for that server'),
-    Argument('--tls-ca-cert', 'FILE',
-             'trusted certificates (PEM), for an https URL (default: TORC_TLS_CA_CERT)'),
+    Argument('--tls-ca-cert', 'FILE', 'trusted certificates (PEM) for https (default: TORC_TLS_CA_CERT)'),
     Argument('--tls-insecure', '', "do not verify the server's certificate"),
     Argument('--no-prompts', '', 'do not ask for confirmation: assume yes'),
     Argument('-q --quiet', '', 'print errors only'),
@@ -32663,11 +32661,8 @@ COMMANDS = (
         Argument('URL', '', 'server, or path of an embedded database', key='server'),
         NEEDED_WF,
         Argument('DIR', '', 'output directory', key='output_dir'),
-        Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
-                 at_least(0.01, parse_seconds), default=SLURM_POLL_INTERVAL_S),
-        MAX_PARALLEL, CLAIM_BACKOFF,
-        Argument('--startup-delay-seconds', 'SECONDS', 'begin at some time within so many seconds',
-                 at_least(0, parse_seconds), default=0.0),
+        POLL_INTERVAL._replace(default=SLURM_POLL_INTERVAL_S), MAX_PARALLEL, CLAIM_BACKOFF,
+        Argument('--startup-delay-seconds', 'SECONDS', 'begin at a time within so many seconds', parse_wait),
         Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
         Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node'),
         *OFFLINE_OPTIONS), 'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
@@ -32696,7 +32691,7 @@ COMMANDS = (
         Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)', one_of(*MONITOR_WORDS)),
         Argument('--generate-plots', '', 'draw what was measured, as pages for a browser'),
         Argument('-i --sample-interval --sample-interval-seconds', 'SECONDS',
-                 'between measurements (default 10)', at_least(1, parse_whole_seconds)),
+                 'between measurements (default 10)', parse_period),
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
         "exec -c 'echo {i}' --param i=1:10"),
@@ -32707,32 +32702,25 @@ COMMANDS = (
                  'charge this account'),
         Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), *PLAN_OPTIONS[1:3],
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
-        Argument('--action', 'ID', 'submit the allocations of this action of a workflow, due or not, and no '
-                 "other's", parse_id),
+        Argument('--action', 'ID', 'submit those of this action only, due or not', parse_id),
         JOB_PREFIX_OPTION._replace(names='--job-prefix'), *ALLOCATION_OPTIONS, *SPEC_OPTIONS),
         'submit examples/slurm.yaml'),
     Command('watch', cmd_watch, 'watch a workflow until it is complete: clean up, recover, add allocations', (
         NEEDED_WF,
-        Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server; Slurm is asked '
-                 f'once in {SLURM_LOOK_S:g} at most', at_least(0.01, parse_seconds),
-                 default=DEFAULT_WATCH_POLL_S),
-        Argument('-r --recover', '', 'run again what failed, or was lost with its allocation, as `recover` '
-                  'does'),
-        Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number; with '
-                 f'--retry-unknown or a hook until {IDLE_RECOVERIES} in a row have not completed a job)',
-                 at_least(0)),
+        POLL_INTERVAL._replace(default=DEFAULT_WATCH_POLL_S, meaning='interval between requests to the '
+                               f'server; Slurm is asked once in {SLURM_LOOK_S:g} at most'),
+        Argument('-r --recover', '', 'run again what failed or was lost, as `recover` does'),
+        Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number; with a hook '
+                 f'or --retry-unknown until {IDLE_RECOVERIES} in a row complete no job)', at_least(0)),
         *RECOVER_OPTIONS, NOTIFY,
         Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'), PROGRESS,
         Argument('--persistent', '', 'go on while nobody is at work: runners are started elsewhere'),
         Argument('--once', '', 'one poll, for crontab and scrontab; exit code 1 as long as jobs are left'),
-        Argument('--auto-schedule', '', 'submit allocations for ready jobs that none is there for, or that '
-                 'lost ones leave to few'),
-        Argument('--auto-schedule-threshold', 'N', '... as soon as there are so many (default 5)',
-                 at_least(1), default=5),
-        Argument('--auto-schedule-cooldown', 'SECONDS', '... so much after the last time (default 1800)',
-                 at_least(0, parse_seconds), default=1800.0),
+        Argument('--auto-schedule', '', 'submit allocations for ready jobs that have none, or too few'),
+        Argument('--auto-schedule-threshold', 'N', '... once there are so many', at_least(1), default=5),
+        Argument('--auto-schedule-cooldown', 'SECONDS', '... once in this time', parse_wait, default=1800),
         Argument('--auto-schedule-stranded-timeout', 'SECONDS', '... and for fewer jobs after this time '
-                 '(default 7200; 0: never)', at_least(0, parse_seconds), default=7200.0)),
+                 '(0: never)', parse_wait, default=7200)),
         'watch 1 --recover --auto-schedule'),
     Command('recover', cmd_recover, 'run failed jobs again with what they lacked, in new allocations', (
         ASKED_WF, *RECOVER_OPTIONS,
@@ -32781,15 +32769,13 @@ COMMANDS = (
         Argument('-o --output-dir', 'DIR', 'where to put the pages', default='.'),
         Argument('-j --job-ids', 'JOB,...', 'only of these jobs', parse_ids, '*'),
         Argument('-p --prefix', 'TEXT', 'beginning of the names of their files', default=''),
-        Argument('-f --format', 'FORMAT', 'html, or json for Plotly', one_of('html', 'json'),
-                 default='html')),
+        Argument('-f --format', 'FORMAT', 'html; json for Plotly', one_of('html', 'json'), default='html')),
         f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
     Command('monitor-node', cmd_monitor_node, 'sample what a whole node uses, until a signal', (
         LOGS_OF._replace(meaning='what its resource_monitor.compute_node says, whatever these options say'),
-        OUTPUT_DIR, Argument('-i --sample-interval-seconds', 'SECONDS', 'between samples',
-                             at_least(1, parse_whole_seconds), default=10),
-        Argument('--flush-interval-seconds', 'SECONDS', 'between writes', at_least(1, parse_whole_seconds),
-                 default=300),
+        OUTPUT_DIR,
+        Argument('-i --sample-interval-seconds', 'SECONDS', 'between samples', parse_period, default=10),
+        Argument('--flush-interval-seconds', 'SECONDS', 'between writes', parse_period, default=300),
         Argument('--summary-only', '', 'no time series: peaks and averages at the end')), 'monitor-node -w 1'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', one_of('run'), '?', key='word'),
@@ -32797,9 +32783,8 @@ COMMANDS = (
                  'Slurm 0.0.0.0: all of its node)'),
         Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT}; in an allocation 0)',
                  at_least(0)),
-        Argument('-d --database --db', 'FILE',
-                 "database (default: DATABASE_URL, else torc/torc.db in the user's state directory); "
-                 ":memory: for one that ends with the server"),
+        Argument('-d --database --db', 'FILE', 'database (default: DATABASE_URL, else torc/torc.db in the '
+                 "user's state directory); :memory: for one that ends with the server"),
         Argument('--no-auth', '', 'accept requests without token or password; on 127.0.0.1 only'),
         Argument('--new-token', '', 'replace the token of this database'),
         Argument('--takeover', '', 'take over the lease of a server that is known to be gone'),
@@ -32807,12 +32792,10 @@ COMMANDS = (
         Argument('--disable-admin-sql', '', 'refuse `admin sql`'),
         Argument('--disable-admin-sql-writes', '', 'refuse `admin sql --write`'),
         Argument('--auth-file', 'FILE', 'accept the users of this password file, as well as the token'),
-        Argument('--credential-cache-ttl-secs', 'SECONDS',
-                 'how long a verified password is valid after its last use (default 60; 0: not at all)',
-                 at_least(0, parse_whole_seconds)),
+        Argument('--credential-cache-ttl-secs', 'SECONDS', 'how long a verified password is valid after its '
+                 'last use (default 60; 0: not at all)', at_least(0, parse_whole_seconds)),
         Argument('--require-auth', '', 'accepted: this is the default, unless --no-auth is given'),
-        Argument('--enforce-access-control', '',
-                 'show users only workflows of their own and of their groups'),
+        Argument('--enforce-access-control', '', 'show users only workflows of their own and their groups'),
         Argument('--admin-user', 'USER', 'an administrator, who has the rights of the owner', count='*'),
         Argument('--tls-cert', 'FILE', 'speak https, with this certificate (PEM; default: TORC_TLS_CERT)'),
         Argument('--tls-key', 'FILE', 'its key (PEM; default: TORC_TLS_KEY)'),
@@ -33131,8 +33114,7 @@ COMMANDS = (
         ASKED_WF, THE_NAME, ACCOUNT._replace(count='!'), *SCHEDULER_ARGUMENTS,
         Argument('-N --nodes', 'N', 'nodes of an allocation', at_least(1), default=1),
         Argument('-q --qos', 'QOS', 'quality of service', default='normal'),
-        Argument('-W --walltime', 'TIME', 'time limit, such as 04:00:00 or 4h', normalize_walltime,
-                 default='04:00:00'),
+        Argument('-W --walltime', 'TIME', 'time limit, such as 4h', normalize_walltime, default='04:00:00'),
         Argument('--serialize-allocations', '', 'one allocation at a time')),
         'slurm create 1 -n short -a proj'),
     Command('slurm update', cmd_slurm_update, 'change a Slurm scheduler', (
@@ -33186,8 +33168,7 @@ COMMANDS = (
         Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_allocation_time),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
         PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:3],
-        Argument('--include-job-ids', 'ID,...', 'plan for these jobs, too, whatever their state',
-                 parse_ids, '*'),
+        Argument('--include-job-ids', 'ID,...', 'plan for these, too, whatever their state', parse_ids, '*'),
         Argument('--submit', '', 'submit what waits for no other job at once'), *ALLOCATION_OPTIONS, DRY_RUN),
         'slurm regenerate 1 --account acct --profile kestrel --dry-run'),
     Command('slurm plan-allocations', cmd_plan_allocations,
@@ -33202,12 +33183,11 @@ COMMANDS = (
         Argument('[FILE] WF', '', 'hosts, one a line: [user@]host[:port] (default: those stored); workflow',
                  count='*', key='words'), Argument('-w --workers', 'FILE', 'the same file'),
         OUTPUT_DIR._replace(meaning='output directory on the hosts'),
-        Argument('-D --chdir', 'DIR', 'directory there in which workers start (default: as ssh does)',
-                 default='.'),
+        Argument('-D --chdir', 'DIR', 'where workers start there (default: as ssh does)', default='.'),
         Argument('--tunnel', 'WHEN', 'forward a port to the server by ssh: auto (where it is not reached '
                  'else), always or never', one_of('auto', 'always', 'never'), default='auto'),
-        RUN_OPTIONS[1]._replace(default=5.0), *RUN_OPTIONS[2:5],
-        RUN_OPTIONS[5]._replace(names='--max-parallel-jobs'), LABEL_OF_RUNNER, FORCE, *SSH_WORDS),
+        POLL_INTERVAL._replace(default=5.0), *RUN_OPTIONS[2:5],
+        MAX_PARALLEL._replace(names='--max-parallel-jobs'), LABEL_OF_RUNNER, FORCE, *SSH_WORDS),
         'remote run workers.txt 1'),
     Command('remote status', cmd_remote_status, 'show how the workers of a workflow are', (
         ASKED_WF, UNUSED_OUTPUT_DIR, *SSH_WORDS)),
@@ -33215,8 +33195,7 @@ COMMANDS = (
         ASKED_WF, Argument('--force', '', 'kill them and all that they have started'), UNUSED_OUTPUT_DIR,
         *SSH_WORDS)),
     Command('remote collect-logs', cmd_remote_collect_logs, 'fetch what workers and jobs have written', (
-        ASKED_WF, Argument('-l --local-output-dir', 'DIR', 'with a directory for each host',
-                           default='remote_logs'),
+        ASKED_WF, Argument('-l --local-output-dir', 'DIR', 'with one for each host', default='remote_logs'),
         REMOTE_OUTPUT, Argument('--delete', '', 'there, what was received whole'), *SSH_WORDS)),
     Command('remote delete-logs', cmd_remote_delete_logs, 'delete what workers and jobs have written', (
         ASKED_WF, REMOTE_OUTPUT, *SSH_WORDS)),
@@ -33263,10 +33242,9 @@ COMMANDS = (
     Command('admin list-audit-log', cmd_list_audit_log, 'list the changes that were made with SQL',
         (LIMIT._replace(names='--limit'), OFFSET), 'admin list-audit-log', True),
     Command('admin api-stats', cmd_api_stats, "show counts of the server's requests", (
-        Argument('--window', 'SECONDS', 'period up to now, at most 3600', at_least(1, parse_whole_seconds),
-                 default=3600),
-        Argument('--interval', 'SECONDS', 'length of each step', at_least(1, parse_whole_seconds),
-                 default=60)), 'admin api-stats --window 120', True),
+        Argument('--window', 'SECONDS', 'period up to now, at most 3600', parse_period, default=3600),
+        Argument('--interval', 'SECONDS', 'length of each step', parse_period, default=60)),
+        'admin api-stats --window 120', True),
     Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON object a line',
         (Argument('--include-bodies', '', 'include the bodies of requests and answers'),), 'admin tail-api'),
     Command('admin reload-auth', shows('reload_auth', '{message}: {user_count} users'),
