@@ -19277,7 +19277,7 @@ class InstallTest(WorldTest):
         os.mkdir(self.world.path('bin'))
         os.symlink(other, self.world.path('bin', 'torc'))
         for words, code, said in ((('.',), 4, 'bin/torc was not made by `install`: give another --prefix, or --force to replace it'),
-                                  (('.', '--force'), 0, f'put `export PATH={shlex.quote(self.world.path("bin"))}:$PATH` into'), (('.',), 0, 'Installed'), (('/proc/nowhere',), 2, 'cannot install'), (('other',), 2, 'cannot install')):
+                                  (('.', '--force'), 0, f'put `export PATH={shlex.quote(self.world.path("bin"))}:$PATH` into'), (('.',), 0, 'Installed'), (('/proc/nowhere',), 2, 'cannot write'), (('other',), 2, 'cannot write')):
             self.run_program(sys.executable, TORC, 'install', '--prefix', *words, code=code, said=said)
         self.assertEqual('a file of somebody', read_text(other))
         self.world.environment['PATH'] = self.world.path('bin') + ':' + self.world.environment['PATH']

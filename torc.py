@@ -30698,10 +30698,8 @@ def change_password_line(path: str, user: str, stored: Optional[str]) -> bool:
     if stored is not None:
         kept.insert(found[0] if found else len(kept), f'{user}:{stored}')
     text = ''.join(line + '\n' for line in kept)
-    try:
+    with writing(path, '--file'):
         write_atomically(os.path.realpath(path), text.encode('utf-8', 'surrogateescape'))
-    except OSError as error:
-        raise BadInput(f'cannot write {path}: {error.strerror}') from None
     return bool(found)
 
 
@@ -30805,11 +30803,8 @@ def cmd_serve(session: Session, args: Arguments) -> Any:
     log_dir, log_path = absolute(args['log_dir'] or os.environ.get('TORC_LOG_DIR')), ''
     if log_dir:
         log_path = os.path.join(log_dir, 'torc-server.log')
-        try:
+        with writing(log_dir, '--log-dir'):
             make_directory(log_dir, 0o700)
-        except OSError as error:
-            raise BadInput(f'cannot make the directory {log_dir}: {error.strerror}; '
-                           'give another place with --log-dir') from None
     if args['json_logs']:
         for handler in log.handlers:
             handler.setFormatter(JsonLines())
@@ -32523,7 +32518,7 @@ def cmd_install(session: Session, args: Arguments) -> Answer:
     share = os.path.join(os.path.dirname(os.path.dirname(launcher)), 'share')
     texts = {os.path.join(share, path): shell_script(shell, launcher) for shell, (path, _) in SHELLS.items()}
     texts[os.path.join(share, 'man', 'man1', 'torc.1')] = format_man_page()
-    try:
+    with writing(launcher, '--prefix'):
         if os.path.lexists(launcher) and not args['force']:
             with open(launcher, 'rb') as file:
                 if LAUNCHER_MARK not in file.read(200):
@@ -32533,9 +32528,6 @@ def cmd_install(session: Session, args: Arguments) -> Answer:
         for path, text in texts.items():
             os.makedirs(os.path.dirname(path), exist_ok=True)
             write_atomically(path, text.encode('utf-8', 'surrogateescape'), 0o644)
-    except OSError as error:
-        raise BadInput(f'cannot install {error.filename or module}: {error.strerror}; '
-                       'give another place with --prefix') from None
     value = {'launcher': launcher, 'module': module, 'python': sys.executable, 'version': __version__}
     lines = [f'Installed torc {__version__} as {launcher}, for {sys.executable}',
              f"Its manual page, and completions for {', '.join(SHELLS)}: in {share}"]
@@ -33017,10 +33009,9 @@ COMMANDS = (
         ID, NAME, DATA, Argument('--ephemeral', 'BOOL', 'true or false', parse_truth, key='is_ephemeral')),
         "user-data update 1 -d '[1, 2]'"),
     Command('user-data delete', cmd_delete, 'delete user data', (ID,)),
-    Command('user-data delete-all',
-        deletes('delete_all_user_data', 'all user data',
-                'Deleted {deleted_count} user data records for workflow {workflow_id}',
-                'deleted_count message'),
+    Command('user-data delete-all', deletes(
+        'delete_all_user_data', 'all user data',
+        'Deleted {deleted_count} user data records for workflow {workflow_id}', 'deleted_count message'),
         'delete all user data of a workflow', (NEEDED_WF,), 'user-data delete-all 1 --no-prompts'),
     Command('user-data list-missing', shows_ids('list_missing_user_data', 'user_data'),
         'list user data that has no value', (NEEDED_WF,)),
