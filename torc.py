@@ -25960,6 +25960,7 @@ SHOWN_VALUES = {
     'duration_seconds': or_blank(format_elapsed),
     **dict.fromkeys(('peak_memory_bytes', 'max_rss_bytes', 'max_vm_size_bytes'), show_memory),
     **dict.fromkeys(('peak_cpu_percent', 'cpu_percent'), show_percent),
+    'memory_mb': lambda value: format_memory(value * MEGABYTE), 'max_walltime_secs': format_walltime,
 }
 # ... and from the whole object, where no key has the name.
 SHOWN_OBJECTS = {
@@ -25976,6 +25977,7 @@ SHOWN_OBJECTS = {
     '(slurm job)': inner_value('scheduler', 'slurm_job_id'),
     '(cpu)': peak_and_average('cpu_percent', show_percent),
     '(memory)': peak_and_average('memory_bytes', show_memory),
+    '(gpus)': lambda node: f"{node['gpus_per_node'] or ''} {node['gpu_type'] or ''}".strip(),
 }
 
 
@@ -28865,7 +28867,7 @@ def cmd_explain(session: Session, args: Arguments) -> Answer:
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
 # and how full they are, and submit nothing.
 
-PARTITION_COLUMNS = ('name=name, cpus=cpus, memory=memory, walltime=walltime, gpus=gpus, '
+PARTITION_COLUMNS = ('name=name, cpus=cpus, memory=memory_mb, walltime=max_walltime_secs, gpus=(gpus), '
                      'shared=shared, explicit=explicit')
 
 
@@ -28899,18 +28901,11 @@ def partition_record(partition: Partition) -> Dict[str, Any]:
 
 
 def partition_row(partition: Partition) -> Dict[str, Any]:
-    """A partition as a list in JSON shows it."""
+    """A partition as a list shows it."""
     return {'name': partition.name, 'cpus': partition.cpus_per_node, 'memory_mb': partition.memory_mb,
             'max_walltime_secs': partition.max_walltime_secs, 'gpus_per_node': partition.gpus_per_node,
             'gpu_type': partition.gpu_type, 'shared': partition.shared,
             'explicit': partition.requires_explicit_request}
-
-
-def partition_cells(partition: Partition) -> Dict[str, Any]:
-    """A partition as a table shows it."""
-    gpus = f"{partition.gpus} {partition.gpu_type or ''}".rstrip() if partition.gpus else None
-    return dict(partition_row(partition), walltime=format_walltime(partition.max_walltime_secs), gpus=gpus,
-                memory=format_memory(partition.node.memory_bytes))
 
 
 def cmd_hpc_show(session: Session, args: Arguments) -> Any:
@@ -28922,16 +28917,14 @@ def cmd_hpc_show(session: Session, args: Arguments) -> Any:
     if session.format == 'json':
         return Answer(value)
     session.show(format_record(dict(value, detection=None, partitions=None, metadata=None)) + '\n')
-    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
-                   'partitions')
+    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_row, profile.partitions)), 'partitions')
 
 
 def cmd_hpc_partitions(session: Session, args: Arguments) -> Listing:
     """The partitions of a cluster."""
-    found = [partition for partition in find_profile(args['name'], session.settings).partitions
-             if (partition.gpus or not args['gpu']) and (partition.shared or not args['shared'])]
-    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions',
-                   list(map(partition_row, found)))
+    rows = [partition_row(partition) for partition in find_profile(args['name'], session.settings).partitions
+            if (partition.gpus or not args['gpu']) and (partition.shared or not args['shared'])]
+    return Listing(headings_of(PARTITION_COLUMNS), rows, 'partitions', rows)
 
 
 def cmd_hpc_match(session: Session, args: Arguments) -> Any:
@@ -28947,7 +28940,7 @@ def cmd_hpc_match(session: Session, args: Arguments) -> Any:
     if best is None:
         return Answer(value, f'No partition fits: {explain_misfit(partitions, needs)}\n')
     session.inform(f'Best: {best.name}')
-    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions', value)
+    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_row, found)), 'partitions', value)
 
 
 def cmd_hpc_generate(session: Session, args: Arguments) -> Optional[Answer]:
