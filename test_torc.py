@@ -15078,7 +15078,7 @@ class RemoteTest(RemoteCase):
         self.assertExit(1, self.remote('delete-logs', 1, '--no-prompts'), 'w1: the worker on w1 is at work: stop it first')
         self.assertRegex(self.assertExit(0, self.remote('stop', 1)).out, r'\Aw1  stopping \(PID \d+\)\nw2  stopping \(PID \d+\)\n\Z')
         self.wait_workers(w1=r'ended \(exit code [1-9].*', w2=r'ended \(exit code [1-9].*')
-        self.world.wait(lambda: not self.running(), 5, 'the end of all', state=self.running)
+        self.world.wait(lambda: not self.running(), 15, 'the end of all', state=self.running)
         self.assertEqual((['begun'] * 4 + ['saved'] * 4, {'ready': 4}), (self.done(), self.statuses()))
         self.work(1)
         self.wait_done(12)
@@ -15349,6 +15349,12 @@ class ProgressTest(unittest.TestCase):
         for done, finished in ((10, 10), (3, 0), (3, -2)):  # all done; none since the start; jobs were reset
             self.assertNotIn('left', torc.format_progress({'total': 10, 'done': done}, finished, 60, torc.PLAIN))
         self.assertEqual('0/0 done (0%), 0 running, 0s', torc.format_progress({}, 0, 0, torc.PLAIN))
+
+    def test_a_stream_that_is_closed_does_not_end_the_run(self):
+        progress = torc.Progress(io.StringIO(), torc.PLAIN)
+        progress.stream.close()
+        progress.on_turn({'total': 10, 'done': 0, 'running': 2})
+        self.assertTrue(progress.is_quiet)
 
 
 class StyleTest(unittest.TestCase):
@@ -15986,17 +15992,6 @@ class MonitorTest(CommandTest):
             $ events monitor 1 --filename /nowhere/x -> 2: cannot write to /nowhere/x
             """)
 
-    def test_requests_are_shown_one_a_line(self):
-        self.world.serve('--db', 'my.db')
-        tail = self.world.start('--db', 'my.db', 'admin', 'tail-api', '--include-bodies')
-        self.world.wait(lambda: self.assertExit(0, self.world.main('--db', 'my.db', 'workflows', 'new', '-n', 'mine')) and 'mine' in '\n'.join(tail.lines()), 20, 'a request', [tail])
-        tail.send(signal.SIGINT)
-        outcome = self.assertExit(130, tail.finish())
-        values = [json.loads(line) for line in outcome.out.splitlines()]
-        self.assertTrue(any('"mine"' in value.get('request_body', '') for value in values if value['method'] == 'POST'), outcome)
-        token = torc.read_token(self.world.path('my.db.token'))
-        self.assertNotIn(token, outcome.out)
-
 
 class AdminCommandTest(CommandTest):
     """admin ..."""
@@ -16142,6 +16137,18 @@ class ReasonTest(CommandTest):
         titles = set(self.text('-f csv results list 1').splitlines()[0].split(','))
         self.assertEqual(titles - {'Reason'}, set(re.split('  +', self.text('results list 1').splitlines()[0])))
 
+    def test_a_server_without_explanations_will_do(self):
+        original = torc.Client.call
+        def call(client: Any, op: str, *values: Any, **params: Any) -> Any:
+            if op in ('explain_job', 'explain_workflow', 'list_workflow_statuses'):
+                raise torc.NotFound(op + ' not found')
+            return original(client, op, *values, **params)
+        with unittest.mock.patch.object(torc.Client, 'call', call):
+            self.play('''
+                $ status 1 -> 0: Workflow ended: 1 completed, 4 failed, 2 canceled
+                $ workflows list -> 0:  w
+                ''')
+
     def test_printed_commands_quote_names_and_directories(self):
         database, out = (self.world.path("d's $(touch pwned);`x`", name) for name in ('t.db', 'out'))
         spec = self.world.write("-it's $(touch pwned)&.yaml", '''
@@ -16168,6 +16175,17 @@ class ReasonTest(CommandTest):
 
 class WorkflowTest(CommandTest):
     """What happens to whole workflows, their actions and jobs."""
+
+    def test_what_was_canceled_before_it_began_runs_only_if_that_is_asked_for(self):
+        self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\nactions: [{trigger_type: on_workflow_start, action_type: '
+                         'schedule_nodes, scheduler: s, scheduler_type: slurm}]\nslurm_schedulers: [{name: s, account: a}]\n')
+        self.play('''
+            $ create w.yaml -> 0: Created workflow 1
+            $ cancel 1 --no-prompts -> 0: torc.py run 1 --retry-failed
+            $ run 1 -> 1: Workflow 1 was canceled: 1 uninitialized
+            $ submit 1 -> 4: workflow 1 was canceled
+            $ run 1 --retry-failed -> 0: 1 completed
+            ''')
 
     def test_init_reinit_and_tasks(self):
         self.world.write('w.yaml', 'name: w\nfiles: [{name: f, path: f.txt}, {name: g, path: g.txt}]\njobs:\n'
@@ -16756,6 +16774,9 @@ class ReportTest(CommandTest):
         found = self.json('report 1')
         self.assertEqual((1, ['work_2'], 3), (found['failure_count'], [item['job_name'] for item in found['failures']], len(found['graph']['nodes'])))
         self.assertIn(('small', 'runtime', 2, 600.0), [tuple(row[key] for key in ('requirements', 'resource', 'jobs', 'asked')) for row in found['resources']])
+        self.sql('UPDATE result SET status = 6')
+        with unittest.mock.patch.object(torc, 'FAILED_SHOWN', 2):
+            self.assertIn('Failures: 3, the first 2\n', self.text('report 1 -f md'))
         # Others may set the path of the file: what is no workflow file stays where it is.
         self.world.write('secret', 'hush')
         self.text(f"workflows update 1 --spec-path {shlex.quote(self.world.path('secret'))}")
@@ -17094,6 +17115,7 @@ class RunTest(CommandTest):
             """)
 
     def test_runner_options_come_from_the_command_line(self):
+        began = time.time()
         args = torc.parse_command_line(shlex.split(
             'run 1 -o out -p 1 --num-cpus 2 --memory-gb 1.5 --num-gpus 0 --max-parallel-jobs 3 --claim-backoff-max-secs 9 --time-limit PT1M --label a,b '
             '--persistent')).args
@@ -17101,7 +17123,7 @@ class RunTest(CommandTest):
         self.assertEqual(('out', 1.0, 2, 1.5, 0, 3, ['a', 'b'], True, 9.0), (
             options.output_dir, options.poll_interval_s, options.num_cpus, options.memory_gb, options.num_gpus, options.max_parallel_jobs,
             list(options.labels), options.is_persistent, options.claim_backoff_max_s))
-        self.assertLess(abs(options.end_time - time.time() - 60), 5)
+        self.assertTrue(began + 60 <= options.end_time <= time.time() + 60)
 
     def test_the_exit_code_and_how_to_go_on_follow_from_all_jobs_of_the_workflow_whoever_ran_them(self):
         retry, rows = ['--retry-failed'], {
@@ -18212,6 +18234,18 @@ class ReconcileTest(CommandTest):
                          sorted(tuple(row[key] for key in keys) for row in self.json('results list 1')['items']))
         said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1), 'nothing was new: 2 completions had been taken in before')
 
+    def test_the_node_of_a_runner_elsewhere_that_has_left_is_settled(self):
+        self.create()
+        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        node_id = self.add_node(**runner)
+        for is_active in (True, False):
+            path = torc.make_journal(self.world.path('torc_output'), 1, 1, 'far')
+            torc.write_journal(path, [journal_entry(1, compute_node_id=node_id)],
+                               None if is_active else dict(runner, compute_node_id=node_id, actions=[]))
+            self.json('workflows reconcile 1 1')
+            self.assertEqual([is_active], [node['is_active'] for node in self.json('compute-nodes list 1')['items']])
+        self.assertEqual({'completed': 1, 'ready': 4, 'blocked': 1}, collections.Counter(self.statuses().values()))
+
     def test_requests_carry_what_a_server_takes_and_earlier_attempts_come_first(self):
         self.set_constant('REPLAY_BYTES', 1500)
         entries = [journal_entry(number, attempt_id=1 + number % 2) for number in range(1, 8)]
@@ -18509,10 +18543,11 @@ class RecoverTest(RecoverCase):
         os.chmod(self.world.write('dies', '#!/bin/sh\nsleep 1000 & kill -9 $$\n'), 0o755)
         self.assertExit(4, self.world.cli('recover', 1, '--recovery-hook', './dies'), "the recovery hook './dies' ended with return code 137")
         self.assertEqual([], sleepers())
-        for number, (words, said) in enumerate(((('recover', 1), 'Interrupted'), (('watch', 1, '-r', '--ai-recovery', '--ai-agent', 'program'), 'it goes on')), 2):
+        for words, said in ((('recover', 1), 'Interrupted'), (('watch', 1, '-r', '--ai-recovery', '--ai-agent', 'program'), 'it goes on')):
             with self.subTest(words[0]):
+                self.world.write('told', '')
                 process = self.world.start(*words, '--recovery-hook', './program')
-                self.world.wait(lambda: self.world.read('told').count('begun') == number and sleepers(), 20, 'the program', [process])
+                self.world.wait(lambda: self.world.read('told') and sleepers(), 20, 'the program', [process])
                 process.send(signal.SIGTERM)
                 self.assertExit(130, process.finish(30), said)
                 self.assertEqual((before, []), (self.statuses(), sleepers()))
@@ -18871,6 +18906,16 @@ class WatchTest(CommandTest):
         self.assertEqual((False, 'interrupted', 2), (done.json()['is_complete'], done.json()['reason'],
                                                      done.json()['jobs_by_status']['uninitialized']))
 
+    def test_what_a_killed_watch_has_counted_holds_for_its_database(self):
+        self.make(self.PLAIN)
+        self.assertExit(1, self.world.main('watch', 1, '--once'))
+        path = self.world.path('torc_output', 'watch_wf1.lock')
+        with open(path) as file:
+            kept = dict(json.load(file), recovered_runs=[0])
+        for database_id, count in ((kept['database_id'], 1), ('another', 0)):
+            self.world.write(path, json.dumps(dict(kept, database_id=database_id)))
+            self.assertEqual(count, self.world.main('-f', 'json', 'watch', 1, '--once').json()['recoveries'])
+
     def test_where_files_cannot_be_locked_it_watches_and_says_so(self):
         self.make(self.PLAIN)
         with unittest.mock.patch.object(torc.fcntl, 'flock', side_effect=OSError(errno.ENOSYS, 'Function not implemented')):
@@ -18892,15 +18937,15 @@ class NotifyTest(CommandTest):
     TELL = 'echo "$TORC_EVENT $TORC_WORKFLOW_ID $TORC_WORKFLOW_NAME $TORC_RUN_ID $TORC_JOB_COUNTS $TORC_MESSAGE" >> told'
 
     def test_a_run_tells_how_it_has_ended_and_ends_as_without_that(self):
-        self.world.environment['TORC_TEST_SETUP'] = 'torc.NOTIFY_LIMIT_S = 0.5'
         self.assertExit(2, self.world.cli('run', 'w.yaml', '--notify', ' '), '--notify is empty')
         for number, (needs, command, code, said, told) in enumerate((
                 ('~', self.TELL, 0, '', 'complete 1 w 1 {"completed":1} Workflow 1 (w) is complete: 1 completed\n'),
                 ('~', self.TELL, 3, '', 'failed 2 w 1 {"failed":1} Workflow 2 (w) has failed: 1 failed\n'),
                 ('big', self.TELL, 1, '', 'stuck 3 w 1 {"ready":1} Workflow 3 (w) is stuck: 1 ready\n'),
                 ('~', 'exit 7', 0, 'warning: --notify: the command ended with return code 7\n', ''),
-                ('~', 'sleep 1000 & echo $! > pid; wait', 3, 'warning: --notify: /bin/sh did not end within 0.5 s\n', '')), 1):
+                ('~', 'sleep 1000 & echo $! > pid; wait', 3, 'warning: --notify: /bin/sh did not end within 3 s\n', '')), 1):
             with self.subTest(number):
+                self.world.environment['TORC_TEST_SETUP'] = f'torc.NOTIFY_LIMIT_S = {3 if "sleep" in command else 60}'
                 self.world.write('code', str(code))
                 self.world.write('told', '')
                 done = self.world.cli('run', self.world.write('w.yaml', self.SPEC % needs), '--notify', command)
