@@ -5574,6 +5574,15 @@ class ApiTest(RequestTest):
         for body in (b'', b' ', b'null'):
             self.bad(422, 'the body must be an object, not null', 'POST', '/jobs', body)
 
+    def test_a_users_own_names_do_not_make_a_client_repeat_its_request(self):
+        self.create('a:')
+        words = 'connection timeout network dns resolve unreachable Network_Test'
+        status, value = self.ask('POST', '/bulk_jobs', {'jobs': 2 * [dict(self.JOB, name=words)]})
+        self.assertEqual((422, None), (status, torc.RETRY_WORDS.search(json.dumps(value))), value)
+        with self.assertRaises(torc.TorcError) as caught:
+            torc.parse_answer(status, torc.format_json(value).encode())
+        self.assertIn(words, caught.exception.message)
+
     def test_requests(self):
         self.assertRequests("""
             what is put back in another order or left out is no change
@@ -6105,15 +6114,6 @@ class MistakeTest(LiveTest):
                     self.assertEqual(theirs, self.rows_of(self.others['workflow']))
         self.assertGreater(count, 40)
         self.assertUnchanged(before)
-
-    def test_a_users_own_names_do_not_make_a_client_repeat_its_request(self):
-        words = 'connection timeout network dns resolve unreachable Network_Test'
-        body = {'jobs': 2 * [{'workflow_id': self.ids['workflow'], 'name': words, 'command': 'x'}]}
-        status, value = self.request(torc.OPERATIONS['create_jobs'], {}, body)
-        self.assertEqual((422, None), (status, torc.RETRY_WORDS.search(json.dumps(value))), value)
-        with self.assertRaises(torc.TorcError) as caught:
-            torc.parse_answer(status, torc.format_json(value).encode())
-        self.assertIn(words, caught.exception.message)
 
 
 class MatrixTest(LiveTest):
