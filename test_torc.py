@@ -2709,7 +2709,6 @@ class ScenarioTest(ServiceTest):
             self.call('manage_status_change', id=self.job_id(job), status=status, run_id=int(run or self.run_id()))}  # type: Dict[str, Any]
     SEES = {        # key -> operation on the workflow, its parameters, what is told of each item; or what is seen
         'results': ('list_results', {'all_runs': True}, '{job_name}#{attempt_id}:{return_code}:{status}'),
-        'reasons': ('list_results', {'all_runs': True}, '{job_name}#{attempt_id}:{reason}'),
         'current': ('list_results', {}, '{job_name}#{attempt_id}'),
         'jobs': ('list_jobs', {}, '{name}'), 'lineages': ('list_user_data', {}, '{name:.99}'), 'due': ('get_pending_actions', {}, '{trigger_type}'),
         'allocations': ('list_scheduled_compute_nodes', {}, '{status}'),
@@ -3243,34 +3242,6 @@ class RearmTest(ScenarioTest):
                     self.assertEqual(wanted, self.found())
 
 
-class GraphTest(ServiceTest):
-    """What jobs wait for, as sets that are told once."""
-
-    def test_files_and_user_data_imply_prerequisites_sets_are_shared_and_cycles_are_refused_by_name(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
-        self.assertEqual([], self.call('get_dependency_graph', id=workflow_id)['sets'])
-        first, second = [self.call('create_file', {'workflow_id': workflow_id, 'name': name, 'path': name})['id'] for name in 'fg']
-        record_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'u'})['id']
-        self.call('create_jobs', {'jobs': [dict({'workflow_id': workflow_id, 'name': name, 'command': 'true'}, **more) for name, more in (
-            ('a', {'output_file_ids': [first]}), ('b', {'output_user_data_ids': [record_id]}))]})
-        for name, more in (('c', {'input_file_ids': [first], 'input_user_data_ids': [record_id], 'output_file_ids': [second]}),
-                           ('d', {'input_file_ids': [first], 'depends_on_job_ids': [2]}), ('e', {'depends_on_job_ids': [2, 1]}),
-                           ('f', {'depends_on_job_ids': [1]})):
-            self.call('create_job', dict(more, workflow_id=workflow_id, name=name, command='true'))
-        for _ in range(2):      # before the workflow is initialized, and after it
-            graph = self.call('get_dependency_graph', id=workflow_id)
-            sets = [graph['sets'][number] for number in graph['set_numbers']]
-            self.assertEqual((list('abcdef'), [[], [], [1, 2], [1, 2], [1, 2], [1]]), (graph['job_names'], sets))
-            self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual(['ready', 'ready', *['blocked'] * 4], list(self.statuses(workflow_id).values()))
-        self.assertEqual(3, self.store.value('SELECT count(*) FROM dep_set'))       # of 2 and 1, of 1, and what d was told of
-        rows = self.call('list_job_dependencies', id=workflow_id)['items']
-        self.assertEqual([('a', 'c'), ('b', 'c')], [(row['depends_on_job_name'], row['job_name']) for row in rows][:2])
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'back', 'command': 'x', 'input_file_ids': [second],
-                                 'output_file_ids': [first]})
-        self.assertRefused('c -> back -> c', 'initialize_jobs', id=workflow_id)
-
-
 class PropertyTest(ServiceTest):
     """Random workflows, driven in random order, against a plain model of the rules."""
 
@@ -3321,6 +3292,31 @@ def planned(**changes: Any) -> Dict[str, Any]:
 
 class ResetTest(ScenarioTest):
     """Initialize, reinitialize, reset, change detection."""
+
+    def test_files_and_user_data_imply_prerequisites_sets_are_shared_and_cycles_are_refused_by_name(self):
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
+        self.assertEqual([], self.call('get_dependency_graph', id=workflow_id)['sets'])
+        first, second = [self.call('create_file', {'workflow_id': workflow_id, 'name': name, 'path': name})['id'] for name in 'fg']
+        record_id = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'u'})['id']
+        self.call('create_jobs', {'jobs': [dict({'workflow_id': workflow_id, 'name': name, 'command': 'true'}, **more) for name, more in (
+            ('a', {'output_file_ids': [first]}), ('b', {'output_user_data_ids': [record_id]}))]})
+        for name, more in (('c', {'input_file_ids': [first], 'input_user_data_ids': [record_id], 'output_file_ids': [second]}),
+                           ('d', {'input_file_ids': [first], 'depends_on_job_ids': [2]}), ('e', {'depends_on_job_ids': [2, 1]}),
+                           ('f', {'depends_on_job_ids': [1]})):
+            self.call('create_job', dict(more, workflow_id=workflow_id, name=name, command='true'))
+        for _ in range(2):      # before the workflow is initialized, and after it
+            graph = self.call('get_dependency_graph', id=workflow_id)
+            sets = [graph['sets'][number] for number in graph['set_numbers']]
+            self.assertEqual((list('abcdef'), [[], [], [1, 2], [1, 2], [1, 2], [1]]), (graph['job_names'], sets))
+            self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual(['ready', 'ready', *['blocked'] * 4], list(self.statuses(workflow_id).values()))
+        self.assertEqual(3, self.store.value('SELECT count(*) FROM dep_set'))       # of 2 and 1, of 1, and what d was told of
+        rows = self.call('list_job_dependencies', id=workflow_id)['items']
+        self.assertEqual([('a', 'c'), ('b', 'c')], [(row['depends_on_job_name'], row['job_name']) for row in rows][:2])
+        self.call('create_job', {'workflow_id': workflow_id, 'name': 'back', 'command': 'x', 'input_file_ids': [second],
+                                 'output_file_ids': [first]})
+        self.assertRefused('c -> back -> c', 'initialize_jobs', id=workflow_id)
+
     def test_required_changed_and_missing_files_and_data_are_found(self):
         workflow_id = self.call('create_workflow_from_spec', plan_of({
             'name': 'w', 'files': [{'name': name, 'path': name, 'st_mtime': 5.0} for name in ('in', 'mid', 'out')], 'user_data': [{'name': 'd'}],
@@ -6270,16 +6266,12 @@ def relates(field: str) -> Callable[..., bool]:
     return lambda item, value, world: item['id'] in world.get(value, {}).get(field, ())
 
 
-def label_sets_fit(item: Dict[str, Any], value: str, world: Any) -> bool:
-    """Filter of jobs: what a runner with these labels may take."""
-    labels = set(item.get('labels', ()))
-    return labels <= set(value.split(',')) and bool(labels) if value else not labels
-
-
 FILTERS = {     # (route, parameter) -> whether an item passes; others compare with the field of their name. `world`: job id -> job
     ('list_compute_nodes', 'hostname'): contains('hostname'), ('list_workflows', 'description'): contains('description'),
     ('list_jobs', 'name'): contains('name'), ('list_jobs', 'command'): contains('command'),
-    ('list_files', 'path'): contains('path'), ('list_user_data', 'name'): contains('name'), ('list_jobs', 'labels'): label_sets_fit,
+    ('list_files', 'path'): contains('path'), ('list_user_data', 'name'): contains('name'),
+    ('list_jobs', 'labels'): lambda item, value, world:     # what a runner with these may take
+        set(item.get('labels', ())) <= set(value.split(',')) and bool(item.get('labels')) == bool(value),
     ('list_events', 'category'): lambda item, value, world: isinstance(item['data'], dict) and item['data'].get('category') == value,
     ('list_events', 'after_timestamp'): lambda item, value, world: item['timestamp'] > value,
     ('list_jobs', 'needs_file_id'): lambda item, value, world: value in world[item['id']].get('input_file_ids', ()),
