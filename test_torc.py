@@ -4081,7 +4081,9 @@ class SpawnTest(ScenarioTest):
         wanted = dict(given, status='blocked', origin='spawn', env={'A': '1', 'TORC_ORCHESTRATOR_LINEAGE_ID': 'main'},
                       resource_requirements_id=needs, depends_on_job_ids=[main['id']])
         self.assertEqual(wanted, {key: job[key] for key in wanted})
-        record, = self.call('list_user_data', workflow_id=workflow_id)['items']
+        self.call('spawn_jobs', {'jobs': [], 'state': 2}, id=main['id'])
+        record, last = self.call('list_user_data', workflow_id=workflow_id)['items']
+        self.assertEqual({'generation': 1, 'spawn_count': 0, 'final': True, 'state': 2}, last['data'])
         self.assertEqual(('__torc_lineage__main__g000001', True, {'generation': 1, 'spawn_count': 1, 'state': {'x': 1}}),
                          (record['name'], record['is_ephemeral'], record['data']))
 
@@ -5621,6 +5623,11 @@ class ApiTest(RequestTest):
               DELETE /workflows/1/remote_workers/host%2Fa -> 404 remote worker 'host/a' not found
               GET /workflows/1/remote_workers -> 200 [{worker: '17'}, {worker: 'u@host-b:22', workflow_id: 1}]
 
+            the commit is told only where all may see all
+              GET /version -> 200 {git_hash: 'vVERSION'}
+              (access is enforced)
+              GET /version -> 200 {git_hash: null, version: 'VERSION'}
+
             words that clients look for are said
               (workflow of u)
               POST /events {workflow_id: 1, data: null} -> 200 {data: null, timestamp: 1700000000000}
@@ -5678,7 +5685,7 @@ class ApiTest(RequestTest):
               POST /workflows/1/actions {workflow_id: 1, trigger_type: 'on_workflow_start', action_type: 'schedule_nodes', action_config: {scheduler_id: 1}} -> 422 slurm scheduler 1 not found
               DELETE /workflows/1/actions/1 -> 200
               DELETE /workflows/1/actions/1 -> 404 not found in workflow
-            """.replace('AT}', '1700000000000}').replace('AT,', '1700000000000,'))
+            """.replace('VERSION', torc.__version__).replace('AT}', '1700000000000}').replace('AT,', '1700000000000,'))
 
     def test_what_ready_jobs_need_is_added_up(self):
         empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
