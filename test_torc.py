@@ -55,7 +55,6 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     15. Journal
     16. Runner
     16b. Runner's link
-    16c. Runner's parts
     16d. Runner's monitor
     16e. Runner's steps
     16f. Runner's accounting
@@ -10098,7 +10097,6 @@ class ProcTest(unittest.TestCase):
         self.addCleanup(shutil.rmtree, self.root)
 
     def write(self, name: str, text: str) -> str:
-        """A file; its path."""
         path = os.path.join(self.root, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, 'w') as file:
@@ -10112,7 +10110,6 @@ class ProcTest(unittest.TestCase):
         self.write(f'{pid}/stat', f'{pid} (a) b) {state} {parent} {session} {session} 0 -1 0 0 0 0 0 {times} 20 0 1 0 {start} 4096 {pages} 0 0\n')
 
     def end(self, pid: int) -> None:
-        """Let a process go."""
         shutil.rmtree(os.path.join(self.root, str(pid)))
 
 
@@ -10198,31 +10195,10 @@ class SamplerTest(ProcTest):
         self.sampler.look(1.2)
         self.assertEqual((90 * MB, 90 * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes))
         self.assertEqual([False, True], [tree.needs_check(now) for now in (1.29, 1.31)], 'pages may be shared no longer')
-        for pid in (11, 12):        # while it was checked, say
-            self.process(pid, size_mb=96)
-        self.sampler.look(1.3)
-        self.assertFalse(tree.take_check(1.4, 0.2, sizes))
-        self.sampler.look(1.5)
-        self.assertEqual((102 * MB, 90 * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes), 'in doubt again')
         self.assertEqual([False, True], [tree.take_check(1.6, 0.2, found) for found in (None, (101 * MB, 0))])
         self.assertEqual(101 * MB, tree.usage.peak_memory_bytes)
         self.write('13/statm', '500 300 100 1 0 200 0\n')      # its shares may not be read
         self.assertEqual((200 * torc.PAGE_BYTES, 100 * torc.PAGE_BYTES), torc.read_memory_sizes(self.root, 13))
-
-    def test_files_that_one_process_maps_are_in_no_figure_and_the_last_of_workers_keeps_what_they_shared(self):
-        for sizes_mb, check, left_mb in (((328,), (20, 308), 20), ((60, 60, 60), (70, 110), 60)):
-            tree = self.tree(limit_mb=100)
-            for pid, size_mb in zip((10, 11, 12), sizes_mb):
-                self.process(pid, size_mb=size_mb)
-            self.sampler.look(1.0)
-            tree.take_check(1.0, 0.2, tuple(size * MB for size in check))
-            self.sampler.look(10.0)
-            self.assertEqual([check[0] * MB] * 2, [tree.memory_bytes, tree.usage.fields(10.0, 1.0)['avg_memory_bytes']])
-            for pid in (11, 12)[:len(sizes_mb) - 1]:
-                self.end(pid)
-            self.sampler.look(20.0)
-            self.assertEqual((left_mb * MB, check[0] * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes))
-            self.sampler = torc.TreeSampler(10.0, self.root)
 
 class UsageTest(ProcTest):
     """Peaks and averages of a result."""
@@ -10272,29 +10248,8 @@ class OomCounterTest(ProcTest):
             self.assertEqual('', torc.find_oom_file(self.root))
             self.assertEqual(self.write(name, ''), torc.find_oom_file(self.root))
 
-    def test_each_kill_explains_one_end_soon_and_only_where_no_other_user_can_have_been_killed(self):
-        self.write('group/cgroup.procs', f'{os.getpid()}\n999999999\n')
-        counter = torc.OomCounter(self.write('group/memory.events', 'oom 3\noom_kill 1\noom_group_kill 0\n'))
-        self.assertFalse(counter.take(), 'it was before us')
-        for at, kills, wanted in ((100.0, 3, [True, True, False]), (110.0, 4, []), (120.0, 5, [True, False])):
-            self.write('group/memory.events', f'oom 3\noom_kill {kills}\n')
-            counter.look(at)
-            self.assertEqual(wanted, [counter.take() for _ in wanted], at)
-        other = subprocess.Popen(['sleep', '1000'], preexec_fn=(lambda: os.setuid(OTHER_UID)) if os.geteuid() == 0 else None)
-        self.addCleanup(lambda: (other.kill(), other.wait()))
-        self.write('group/inner/cgroup.procs', f'{other.pid}\n')
-        self.write('group/memory.events', 'oom_kill 6\n')
-        self.assertEqual(os.geteuid() != 0, counter.take(), 'only root can be somebody else here')
-
 
 # ======== 13. Launcher ========
-
-
-def hanging(case: unittest.TestCase) -> threading.Event:
-    """What threads of a test wait for as if a file system did not answer: it is set, and they end, with the test."""
-    go, before = threading.Event(), set(threading.enumerate())
-    case.addCleanup(lambda: go.set() or [thread.join(20) for thread in set(threading.enumerate()) - before])
-    return go
 
 
 PYTHON = shlex.quote(sys.executable)
@@ -10410,12 +10365,6 @@ class LauncherTest(WorldTest):
         self.assertEqual(pid, session)
         self.assertEqual(0, int(ignored.split()[1], 16) & 0x7fffffff)   # 32 and 33 are the C library's own
 
-    def test_an_end_with_0_is_in_doubt_where_each_process_is_signaled_and_the_signal_would_have_ended_it(self):
-        for stepd, command, wanted in ((0, 'exit 0', False), (1, 'exit 0', True), (1, 'exit 3', False), (1, 'kill -9 $$', False),
-                                       (1, 'trap "" TERM; exit 0', False), (1, 'trap : TERM; exit 0', False)):
-            self.launcher.stepd = stepd
-            self.assertEqual(wanted, self.end_of(self.start(command)).is_doubtful, (stepd, command))
-
     def test_a_job_inherits_no_descriptor(self):
         reader, writer = os.pipe()
         os.set_inheritable(writer, True)
@@ -10446,16 +10395,11 @@ class LauncherTest(WorldTest):
         self.end_of(job)
         return replies[0]
 
-    def test_another_program_answers_or_its_absence_does(self):
+    def test_another_program_answers_or_its_absence_does_or_its_time_is_over(self):
         self.assertEqual((3, 'out', 'err\ufffd'), tuple(self.ask('sh', '-c', r"printf out; printf 'err\377' >&2; exit 3")))
         self.assertEqual(143, self.ask('sh', '-c', 'kill -TERM $$').code)
-        absent = self.ask('no_such_program_here')
-        self.assertEqual((127, ''), absent[:2])
-        self.assertRegex(absent.err, '^no_such_program_here: No such file or directory')    # and the name again on 3.6
-        self.assertEqual([127, 127], [self.ask(*argv).code for argv in (('sh', '-c', 'true\0'), ('sh\0',))])
-        self.assertEqual(math.inf, self.launcher.due())
-
-    def test_a_program_that_is_too_slow_is_killed_with_all_that_it_has_started(self):
+        self.assertEqual([127, 127], [self.ask(*argv).code for argv in (('no_such_program_here',), ('sh', '-c', 'true\0'))])
+        # One that is too slow is killed with all that it has started.
         reply = self.ask('sh', '-c', f'cd {shlex.quote(self.world.directory)}; trap "" TERM; echo $$ > a; '
                          'sleep 1000 & echo $! > b; echo half; wait', limit_s=0.5)
         self.assertEqual((124, '', 'sh: no answer within 0.5 s'), tuple(reply))
@@ -10490,12 +10434,6 @@ class LauncherTest(WorldTest):
         self.world.write('enough', '')
         self.assertEqual(0, self.end_of(process).return_code)
 
-    def test_a_process_that_stops_itself_again_and_again_finds_the_signal(self):
-        process = self.start("trap 'exit 7' TERM; echo > ready; while :; do kill -STOP $$; done")
-        self.world.wait(lambda: ') T ' in read_text(f'/proc/{process.pid}/stat'), 10, 'the job to be frozen')
-        self.launcher.stop([process], signal.SIGTERM, 20)
-        self.assertEqual(7, self.end_of(process).return_code)
-
     def test_nothing_that_a_job_leaves_behind_outlives_it_whatever_it_does(self):
         os.chmod(self.world.root, 0o755)
         os.chmod(self.world.directory, 0o777)
@@ -10519,29 +10457,6 @@ class LauncherTest(WorldTest):
         self.end_of(other)
         self.assertFalse(torc.read_process_start_ticks(pid))
         self.assertIsNone(later.end)
-
-    # -------- what SIGKILL does not end --------
-
-    def test_a_leftover_that_sigkill_does_not_end_is_held_too_until_the_launcher_gives_up(self):
-        job = self.start('setsid sh -c "echo \\$\\$ > a; exec sleep 1000" & until test -s a; do sleep 0.01; done; until test -e go; do sleep 0.01; done')
-        pid = self.pid_in('a')
-        with unittest.mock.patch.multiple(torc, UNKILLABLE_S=0.2, LEFTOVER_TERM_S=0.1):
-            wake = freeze(self, pid)
-            self.world.write('go', '')
-            self.world.wait(lambda: self.look() and self.launcher.unkillable, 10, 'its kill')
-            self.assertEqual((0, [job]), (job.end.return_code, list(self.launcher.children)))
-            self.launcher.gives_up = True
-            self.world.wait(lambda: self.look() and not self.launcher.children, 10, 'its end')
-            wake()
-        self.assertEnds('a')
-
-    def test_what_ends_while_it_is_given_up_ends_once(self):
-        job = self.start('exec sleep 1000')
-        self.launcher.kill([job])
-        self.world.wait(lambda: ') Z ' in read_text(f'/proc/{job.pid}/stat'), 10, 'its end')
-        with unittest.mock.patch.object(torc, 'UNKILLABLE_S', 0):
-            self.launcher.gives_up = True
-            self.assertEqual([job], self.launcher.poll())
 
     def test_closing_kills_everything_even_what_has_hidden_its_origin(self):
         self.start("(env -i setsid sh -c 'echo $$ > a; exec sleep 1000' &) ; echo $$ > b; exec sleep 1000")
@@ -10577,11 +10492,9 @@ class KeeperTest(WorldTest):
         ('./run & BEGUN; kill -TERM $!; wait $!; echo $?',                                      '130', 'saved\n'),
         ('(BEGUN; kill -INT $(cat pid); sleep 0.1; kill -INT $(cat pid)) & sh -c "echo \\$\\$ > pid; exec ./run"; echo $?', '130', 'saved\n'),
         ('(BEGUN; kill -QUIT $(cat pid)) & sh -c "echo \\$\\$ > pid; exec ./run"; echo $?',     '131', ''),
-        ('(BEGUN; sleep 0.5; touch go) & timeout 100 sh -c "./run; echo \\$?"',                  '1', ''),
         ('timeout 100 ./run & BEGUN; kill -ALRM $!; wait $!; echo $?',                           '124', 'saved\n'),   # its time is over
         ('timeout -s KILL 100 ./run & BEGUN; kill -ALRM $!; wait $!; echo $?',                   '137', ''),
         ('./run & BEGUN; kill -KILL $(cat /proc/$!/task/$!/children); wait $!; echo $?',        '137', ''),
-        ('nohup ./run & BEGUN; kill -HUP $!; sleep 0.3; kill -0 $! && kill -TERM $!; wait $!; echo $?', '130', 'saved\n'),
         ('(sleep 1000 & echo $! > mine; exec ./run) & BEGUN; kill -TERM $!; wait $!; echo $?; kill $(cat mine) || echo gone', '130', 'saved\n'),
     )
 
@@ -10635,35 +10548,6 @@ class KeeperTest(WorldTest):
             shell.wait()
             os.close(master)
 
-    def test_jobs_do_not_ignore_what_their_run_was_started_to_ignore(self):
-        self.job('kill -INT $$; exit 0')
-        self.write_run()
-        done = subprocess.run(['bash', '-c', 'trap "" INT; exec ./run'], cwd=self.world.directory, env=self.world.environment,
-                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
-        self.assertEqual(1, done.returncode)
-
-    KEPT = ('import subprocess, sys; sys.path.insert(0, sys.argv[1]); import torc\n'
-            "keeper = torc.keep({'count': int, 'look': lambda: subprocess.call(['grep', 'Sig[BI]', '/proc/self/status'])})\n"
-            "keeper.call('count'); keeper.call('at_end', 'look')")
-
-    def test_a_keeper_hears_its_runner_whatever_is_ignored_and_what_it_starts_at_the_end_blocks_no_signal(self):
-        ours = sum(1 << number - 1 for number in torc.KEEPER_SIGNALS)
-        for ignored in ('', 'trap "" URG CHLD; '):
-            words = ['sh', '-c', ignored + 'exec "$0" "$@"', sys.executable, '-B', '-c', self.KEPT, os.path.dirname(stub_path())]
-            said = subprocess.check_output(words, timeout=20).split()
-            self.assertEqual([b'SigBlk:', b'SigIgn:', 0, 0], said[::2] + [int(mask, 16) & ours for mask in said[1::2]], ignored)
-
-    def test_a_run_that_is_stopped_dies_with_its_keeper(self):
-        run = self.world.start('-s', 'run', self.spec)
-        pid = int(self.world.wait(lambda: self.world.read('begun').strip(), 20, 'the job', [run]))
-        runner = runner_of(run.pid)
-        os.kill(runner, signal.SIGSTOP)
-        self.world.wait(lambda: torc.read_proc_stat(runner)[0] == b'T', 10, 'the stop')
-        run.kill()
-        for one in (pid, runner):
-            self.world.wait(lambda: not torc.read_process_start_ticks(one), 10, 'its end')
-        self.assertIn('the runner was interrupted by SIGKILL', self.world.cli('-s', 'results', 'list', 1).out)
-
     def test_a_server_that_was_killed_is_started_above_the_keeper_and_ends_by_itself(self):
         self.job("""P() { grep -o '"pid":[0-9]*' torc_output/torc.db.connection | cut -d: -f2; }
                  first=$(P); kill -9 $first; until other=$(P) && test $other != $first; do sleep 0.05; done; echo $other > other; exit 3""")
@@ -10671,17 +10555,6 @@ class KeeperTest(WorldTest):
         self.assertExit(1, run.finish(), '1 failed')
         self.world.wait(lambda: not torc.read_process_start_ticks(int(self.world.read('other'))), 20, 'the end of the server')
         self.assertIn('no longer serving', self.world.read('torc_output/torc.db.log'))
-
-    def test_the_jobs_of_a_runner_in_a_job_are_stopped_by_that_runner(self):
-        self.job(f'exec {PYTHON} {shlex.quote(stub_path())} -s --db inner.db exec -o inner -c '
-                 + shlex.quote("trap 'echo got >> signals; exit 0' TERM; echo $$ > inner.pid; while :; do sleep 0.02; done"))
-        run = self.world.start('-s', 'run', self.spec)
-        self.world.wait(lambda: self.world.read('inner.pid'), 20, 'the inner job', [run])
-        run.send(signal.SIGTERM)
-        self.assertExit(130, run.finish())
-        self.assertEqual('got\n', self.world.read('signals'))
-        with contextlib.closing(self.world.connect(database=self.world.path('inner.db'))) as client:
-            self.assertEqual(['completed'], [job['status'] for job in client.pages('list_jobs', workflow_id=1)])
 
 
 class ErrandTest(unittest.TestCase):
@@ -10699,16 +10572,6 @@ class ErrandTest(unittest.TestCase):
         self.assertTrue(woken.acquire(timeout=20))
         self.assertRaisesRegex(KeyError, 'a bug', errand.look)
 
-    def test_nobody_waits_for_one_that_hangs_nor_for_room_for_a_thread(self):
-        go = threading.Event()
-        self.addCleanup(go.set)
-        errand = torc.Errand(go.wait)
-        errand.over.wait(0.05)
-        self.assertEqual((False, 'it has not ended'), (errand.look(), errand.error))
-        with unittest.mock.patch.object(threading.Thread, 'start', side_effect=RuntimeError("can't start new thread")):
-            errand = torc.Errand(list)
-        self.assertEqual((True, "can't start new thread"), (errand.look(), errand.error))
-
 
 class WordsTest(unittest.TestCase):
     """What the shell gets, and how a process ended, in words."""
@@ -10722,24 +10585,6 @@ class WordsTest(unittest.TestCase):
         self.assertEqual({}, torc.gpu_environment(()))
         names = 'CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'TORC_GPU_VISIBLE_DEVICES'
         self.assertEqual(dict.fromkeys(names, '2,0'), torc.gpu_environment(('2', '0')))
-
-    def test_a_core_dump_is_told_from_the_wait_status(self):
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        for status, text in ((signal.SIGSEGV | 0x80, 'killed by SIGSEGV (core dumped)'),
-                             (signal.SIGSEGV, 'killed by SIGSEGV'), (3 << 8, '')):
-            process = torc.Process(1, b'mark', bool, time.monotonic())
-            process.close(int(status), usage)
-            self.assertEqual(text, torc.explain_end(process.end, None, '/no/such/file'))
-
-    def test_the_last_line_is_the_last_that_says_something_and_no_more_than_the_end_is_read(self):
-        # A hole of a terabyte: to read it all would take hours.
-        for hole, text, wanted in ((0, b'first\n10%\r100% done \x1b[0m\n \n\n', '100% done \\x1b[0m'), (2 ** 40, b'x' * 5000, 'x' * 300)):
-            with tempfile.NamedTemporaryFile() as file:
-                file.truncate(hole)
-                file.seek(hole)
-                file.write(text)
-                file.flush()
-                self.assertEqual(wanted, torc.read_last_line(file.name))
 
 
 # ======== 14. Slurm ========
@@ -10781,21 +10626,6 @@ class SlurmTextTest(unittest.TestCase):
                 with self.subTest(parse=parse, text=text):
                     self.assertEqual(value, parse(text))
         self.assertEqual(torc.MAX_LISTED_NODES, len(torc.expand_node_list('n[1-99999999999]')))
-
-    def test_whatever_is_printed_and_however_it_is_cut_off_nothing_raises_and_figures_are_in_their_ranges(self):
-        chance = random.Random(12)
-        texts = [text for _, table in self.READ for text in table if len(text) < 100] + ['wf1_j1_r1_a1|1K|1K|0|0|00:00:01|n1|TIMEOUT\n', '13.0|0:01|64704K\n']
-        pieces = texts + sorted(set(''.join(texts))) + ['\r', '\0', '%', '\u0661', '\ufffd', 'e308', '9' * 20]
-        for _ in range(5000):
-            text = ''.join(chance.choice(pieces)[chance.randrange(2):] for _ in range(chance.randrange(8)))
-            with self.subTest(text=text):
-                for parse in (torc.parse_slurm_instant, torc.parse_slurm_state, torc.parse_gres, lambda text: list(itertools.islice(
-                        torc.expand_node_word(text), 100))):
-                    parse(text)
-                figures = [torc.parse_slurm_memory(text), torc.parse_slurm_cpu_time(text)]
-                for found in (torc.read_step_samples(text, {'0', '1'}), torc.read_step_records(text, {'wf1_j1_r1_a1', ''})):
-                    figures += [value for row in found.values() for value in row[:5]]
-                self.assertTrue(all(value is None or 0 <= value <= torc.MAX_INTEGER for value in figures), figures)
 
     def test_a_query_is_free_of_what_the_user_and_an_outer_job_have_set(self):
         given = {'SQUEUE_FORMAT': '%i', 'SBATCH_ACCOUNT': 'a', 'SLURM_JOB_ID': '1', 'SLURM_CONF': '/c', 'HOME': '/h', 'SLURMD_NODENAME': 'n'}
@@ -10890,15 +10720,13 @@ class HpcConfigTest(WorldTest):
         [client.hpc.custom_profiles.mine]
         detect_env_var = "SITE=mine"
         default_account = "own"
+        detect_hostname = '^login\\d+\\.x\\.org$'
         [[client.hpc.custom_profiles.mine.partitions]]
         name = "all"
         cpus_per_node = 8
         memory_mb = 16000
         max_walltime_secs = 3600
         gpus_per_node = 1
-        [client.hpc.custom_profiles.dane]
-        detect_env_var = "ANY"
-        detect_hostname = '^login\\d+\\.x\\.org$'
         [[client.hpc.custom_profiles.dane.partitions]]
         name = "only"
         cpus_per_node = 1
@@ -10918,13 +10746,9 @@ class HpcConfigTest(WorldTest):
         self.assertEqual(['only'], [partition.name for partition in known['dane'].partitions])
         all_nodes, = known['mine'].partitions
         self.assertEqual(torc.Partition(name='all', cpus_per_node=8, memory_mb=16000, max_walltime_secs=3600, gpus_per_node=1), all_nodes)
-        builtin = {profile.name: profile for profile in torc.builtin_profiles()}
-        for profile, environment, hostname, wanted in (
-                (known['mine'], {'SITE': 'mine'}, 'h', True), (known['mine'], {'SITE': 'mines'}, 'h', False), (known['mine'], {}, 'h', False),
-                (known['dane'], {'ANY': 'x'}, 'h', True), (known['dane'], {'ANY': ''}, 'h', True), (known['dane'], {}, 'h', False),
-                (known['dane'], {}, 'login12.x.org', True), (known['dane'], {}, 'login.x.org', False),
-                (builtin['kestrel'], {'NREL_CLUSTER': 'kestrel'}, 'h', True), (builtin['dane'], {'CLUSTER': 'dane'}, 'h', True)):
-            self.assertEqual(wanted, torc.is_here(profile, environment, hostname), (profile.name, environment, hostname))
+        for environment, hostname, wanted in (({'SITE': 'mine'}, 'h', True), ({'SITE': 'mines'}, 'h', False), ({}, 'login12.x.org', True),
+                                              ({}, 'login.x.org', False)):
+            self.assertEqual(wanted, torc.is_here(known['mine'], environment, hostname), (environment, hostname))
 
     def test_whose_account_is_charged(self):
         config = self.read(self.CONFIG)
@@ -10944,7 +10768,6 @@ GB = 1024 ** 3
 
 
 def resource_class(name: str = 'rr', cpus: int = 1, gigabytes: float = 1, gpus: int = 0, nodes: int = 1, runtime_s: int = 3600) -> Any:
-    """What jobs need."""
     return torc.ResourceClass(name, cpus, int(gigabytes * GB), gpus, nodes, runtime_s)
 
 
@@ -11017,16 +10840,6 @@ class AllocationPlanTest(unittest.TestCase):
         for cpus, gigabytes, wanted in ((26, 58, 'shared'), (27, 1, 'whole'), (1, 59, 'whole')):    # small jobs go to shared nodes
             self.assertEqual(wanted, torc.choose_partition(both, resource_class(cpus=cpus, gigabytes=gigabytes)).name)
 
-    def test_why_a_job_fits_nowhere_is_said_with_both_numbers(self):
-        for needs, wanted in (
-                (resource_class(gpus=5), 'num_gpus 5 is more than 4, the most of a node'),
-                (resource_class(gigabytes=3000), 'memory 2.9TB is more than 1.9TB, the most of a node'),
-                (resource_class(gpus=1, gigabytes=500), 'memory 500.0GB is more than the 240.3GB of a node in debug; num_gpus 1 is more than the 0'),
-                (resource_class(gpus=1, nodes=200), 'num_nodes 200 is more than the 2 of a job in debug; num_gpus 1 is more than the 0')):
-            self.assertIn(wanted, torc.explain_misfit(KESTREL, needs))
-        hbw = [partition for partition in KESTREL if partition.name == 'hbw']
-        self.assertEqual('num_nodes 1 is less than the 2 of a job in hbw', torc.explain_misfit(hbw, resource_class()))
-
     def test_what_is_asked_for_is_what_was_planned_with(self):
         shared = torc.Partition(name='s', cpus_per_node=64, memory_mb=256000, max_walltime_secs=86400, gpus_per_node=4, shared=True)
         whole, gib = shared._replace(name='w', shared=False), 1024 + 10
@@ -11047,7 +10860,7 @@ class AllocationPlanTest(unittest.TestCase):
         """Whatever the jobs wait for: when the gates of a stage are ready, its jobs may run, and all of them do."""
         rng = random.Random(9)
         classes = [resource_class('a'), resource_class('b', gpus=1), resource_class('c', gigabytes=500), resource_class('d', nodes=2)]
-        for _ in range(300):
+        for _ in range(100):
             size = rng.randrange(1, 25)
             sets = [[]] + [sorted(rng.sample(range(job), min(job, rng.randrange(3)))) for job in range(1, size)]
             numbers = [rng.choice([0, 0, 1, 1, 2, 3, None]) for _ in range(size)]
@@ -11157,11 +10970,6 @@ class RegenerationTest(unittest.TestCase):
             self.assertIn((name, 'B', [(1, gates)]), self.renewed(demand), status)
             self.assertEqual(1 + (status in torc.LEFT_STATUSES), demand.num_left)
 
-    def test_included_jobs_count_as_left(self):
-        jobs = [('A', 'failed', 'default', None, ''), ('B', 'canceled', 'default', None, 'A'), ('C', 'ready', 'default', None, '')]
-        demand = demand_of(jobs, include_job_ids=[1, 2])
-        self.assertEqual((3, [('A C', [(1, '')]), ('B', [(1, 'B')])]), (demand.num_left, [row[1:] for row in self.renewed(demand)]))
-
     def test_what_queued_and_running_allocations_will_do_is_not_planned_again(self):
         jobs = [(f'j{number:02d}', 'ready', 'default', 7, '') for number in range(78)]     # 26 fit a node: 3 allocations
         everything = ' '.join(name for name, *_ in jobs)
@@ -11193,17 +11001,6 @@ class RegenerationTest(unittest.TestCase):
         plan = torc.plan_allocations(demand.graph, demand.classes, [partition for partition in KESTREL if partition.name == 'short'])
         actions = [self.action(1, 7), self.action(2, 9, [1]), self.action(3, 9), self.action(4, 9, [2])]    # 3: G may need them
         self.assertEqual([1, 2], torc.actions_to_take(demand, plan, actions))
-
-    def test_a_chain_gets_the_links_that_it_lacks(self):
-        jobs = [(f'j{number}', 'ready', 'default', 7, '') for number in range(10)] + [
-            ('after', 'blocked', 'default', 8, 'j0'), ('last', 'blocked', 'default', 8, 'after')]
-        demand = demand_of(jobs, [(7, True), (8, True)])
-        self.assertEqual([], self.renewed(demand))
-        schedulers = {7: {'name': 'c', 'walltime': '02:00:00'}, 8: {'name': 'd', 'walltime': '01:00:00'}}
-        for allocations, wanted in (((), [(7, [([], 3)]), (8, [([11], 1)])]), ([self.allocation(7)] * 2, [(7, [([], 1)]), (8, [([11], 1)])]),
-                                    ([self.allocation(7)] * 3 + [self.allocation(8)], [])):
-            found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers, {})
-            self.assertEqual(wanted, [(row['scheduler_id'], [(stage['job_ids'], stage['num_allocations']) for stage in row['stages']]) for row in found])
 
 
 class RecordedPlanTest(WorldTest):
@@ -11253,11 +11050,9 @@ class BatchScriptTest(unittest.TestCase):
         return torc.Submission(12, dict({'id': 7}, **(workflow or {})), scheduler, settings, allocation_needs(1, 0, 1), 'abcdef' * 6)
 
     def words(self, *given: Any, **more: Any) -> List[str]:
-        """The command line of sbatch."""
         return torc.batch_words(self.submission(*given, **more), self.WHOLE)
 
     def options(self, *given: Any, **more: Any) -> Dict[str, Any]:
-        """The same by name."""
         return {word[2:].partition('=')[0]: word.partition('=')[2] for word in self.words(*given, **more)}
 
     def test_a_script_and_the_command_that_submits_it(self):
@@ -11351,15 +11146,6 @@ class BatchScriptTest(unittest.TestCase):
     def test_the_more_runners_the_longer_they_take_to_start(self):
         table = {0: 0, 1: 0, 2: 2, 10: 10, 11: 10, 20: 15, 55: 35, 100: 60, 101: 60, 5000: 60}
         self.assertEqual(table, {count: torc.startup_window_s(count) for count in table})
-
-    @slow
-    def test_a_pinned_copy_is_compiled_once_and_runs(self):
-        anew = unittest.mock.patch('py_compile.compile', sys.modules['copied'].compile_anew)
-        with tempfile.TemporaryDirectory(prefix="it's ") as directory, anew:
-            program = torc.pin_program(directory)
-            before = os.stat(program)
-            self.assertEqual((program, before.st_mtime_ns), (torc.pin_program(directory), os.stat(program).st_mtime_ns))
-            self.assertEqual(f'torc {torc.__version__}\n', subprocess.check_output([sys.executable, program, '--version'], encoding='utf-8'))
 
 
 class SubmissionReplyTest(unittest.TestCase):
@@ -11532,13 +11318,6 @@ class StepRulesTest(unittest.TestCase):
             reason = meaning.format(signal='SIGUSR1') + ': what srun said'
             self.assertEqual(kind if meaning else '', torc.read_step_outcome(reason))
 
-    def test_the_accounting_is_asked_only_where_it_may_change_the_verdict(self):
-        for notes, sign, stopped_for, is_clear in (
-                ('end 0 0', '', '', True), ('end 0 0', 'canceled', '', True), ('end 7 0', '', '', False),
-                ('end 137 9', '', 'interrupt', True), ('signal 15', 'canceled', '', False), ('signal 15', 'node', '', True),
-                ('failed x', '', '', True), ('', '', '', False)):
-            self.assertEqual(is_clear, torc.is_step_clear(step_notes('step;' + notes), sign, stopped_for), (notes, sign))
-
 
 class SupervisorTest(WorldTest):
     """The program of a step, without Slurm: here the test is slurmstepd."""
@@ -11553,7 +11332,6 @@ class SupervisorTest(WorldTest):
         return [sys.executable, '-I', '-S', supervisor, *paths.values(), '-c', command]
 
     def begin(self, command: str, **env: str) -> Any:
-        """Start it."""
         environment = dict(self.world.environment, SLURM_STEP_ID='12', **torc.STEP_EXITS, **env)
         process = subprocess.Popen(self.words(command), env=environment, cwd='/', stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         for act in (process.stdin.close, process.wait, process.kill):
@@ -11561,7 +11339,6 @@ class SupervisorTest(WorldTest):
         return process
 
     def notes(self) -> Any:
-        """What it has noted."""
         return torc.parse_step_notes(self.world.read('notes'))
 
     def finish(self, command: str, **env: str) -> Tuple[int, Any]:
@@ -11583,9 +11360,6 @@ class SupervisorTest(WorldTest):
         self.assertEqual(f'/bin/bash hBc 0\n/dev/null\n{self.world.directory}\n0\n1\n2\n3\n0\nSigBlk: 0\nSigIgn: 0\n1 1\n',
                          re.sub(':\t0+\n', ': 0\n', self.world.read('out')))
         self.assertEqual('bad\n', self.world.read('err'))
-        out = self.world.path('out')        # one file for both, in order
-        subprocess.check_call(self.words('echo 1; echo 2 >&2; echo 3; readlink /proc/self/fd/2 >&2', err=out))
-        self.assertEqual(f'1\n2\n3\n{out}\n', self.world.read('out'))
         given = {'LC_ALL': 'C', 'A_TEXT': 'a b\nc=ä', 'EMPTY': '', 'PATH': '/usr/bin:/bin', MARK: self.world.mark}
         self.world.environment = given
         self.finish('cat /proc/self/environ')
@@ -11628,14 +11402,6 @@ class SupervisorTest(WorldTest):
                 os.unlink(self.world.path('a'))
                 os.unlink(self.world.path('b'))
 
-    def test_a_signal_after_the_end_of_the_job_changes_nothing(self):
-        begin = "    note('end', code"
-        self.assertIn(begin, torc.STEP_SUPERVISOR)
-        late = torc.STEP_SUPERVISOR.replace(begin, '    os.kill(os.getpid(), signal.SIGTERM)\n' + begin)
-        with unittest.mock.patch.object(torc, 'STEP_SUPERVISOR', late):
-            code, notes = self.finish('exit 3')
-        self.assertEqual((3, 3, 0, (15,)), (code, notes.return_code, notes.signal_number, notes.signals))
-
     def test_the_job_dies_with_its_supervisor_and_all_that_it_has_started_with_slurmstepd(self):
         process = self.begin('echo $$ > a; exec sleep 1000')
         self.pid_in('a')
@@ -11652,8 +11418,7 @@ class SupervisorTest(WorldTest):
         self.assertEqual((True, 137), (notes.is_lost, notes.return_code))
 
     def test_it_starts_nothing_without_notes_and_says_what_a_node_cannot_do(self):
-        for what, wrong in (('notes', '/no/such/notes'), ('directory', '/no/such/directory'), ('out', '/no/such/out'),
-                            ('shell', '/no/such/shell')):
+        for what, wrong in (('notes', '/no/such/notes'), ('directory', '/no/such/directory'), ('shell', '/no/such/shell')):
             with self.subTest(what):
                 done = subprocess.run(self.words('echo > ran', **{what: wrong}), env=self.world.environment, stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, timeout=20)
@@ -11696,11 +11461,6 @@ class AccountTextTest(unittest.TestCase):
         self.assertEqual({'2': (90.0, 2097741824)}, torc.read_step_samples('00:01:30|2048576K\n', {'2'}))
         self.assertEqual({}, torc.read_step_samples('00:01:30|2048576K\n', {'2', '3'}))
 
-    def test_accounting_that_is_off_is_told_from_one_that_does_not_answer(self):
-        for code, err, is_off in ((1, 'Slurm accounting storage is disabled', True), (torc.COMMAND_NOT_FOUND, '', True), (0, '', False),
-                                  (1, 'sacct: error: Problem talking to the database: Connection refused', False)):
-            self.assertEqual(is_off, torc.is_accounting_off(torc.Reply(code, '', err)), err)
-
 
 # ======== 15. Journal ========
 
@@ -11713,7 +11473,6 @@ class JournalTest(WorldTest):
                   'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}
 
     def entry(self, job_id: int = 7, **more: Any) -> Dict[str, Any]:
-        """The payload of a row."""
         return torc.format_journal_entry(dict(self.COMPLETION, job_id=job_id, **more), 42, 1, 9)
 
     def journal(self, entries: Iterable[Any] = (), mode: str = 'DELETE', label: str = 'x') -> str:
@@ -11732,24 +11491,14 @@ class JournalTest(WorldTest):
             self.assertIsInstance(entry['result']['return_code'], int)
         return [entry['job_id'] for entry in entries], problem
 
-    def test_an_entry_is_one_of_torcs_bulk_request_with_ours_beside_it(self):
-        entry, names = self.entry(), {'job_id': 7, 'status': 'failed', 'run_id': 1}
-        figures = {name: self.COMPLETION[name] for name in ('attempt_id', 'return_code', 'exec_time_minutes', 'completion_time', 'peak_memory_bytes')}
-        ours = {name: self.COMPLETION[name] for name in ('retry', 'max_retries', 'file_times', 'reason')}
-        self.assertEqual(dict(names, result=dict(names, workflow_id=42, compute_node_id=9, **figures), torc_py=ours), entry)
-        torc.check_value('completion', '@JobCompletionEntry', {key: entry[key] for key in ('job_id', 'status', 'run_id', 'result')})
-
     def test_what_was_written_is_on_disk_as_a_whole_for_other_programs_and_says_whether_its_runner_has_left(self):
         path = torc.make_journal(self.world.directory, 42, 1, 'node1')
         self.assertRegex(path, re.escape(self.world.path('offline_journal/offline_results_wf42_r1_node1_')) + r'\w+\.db$')
         self.assertNotEqual(path, torc.make_journal(self.world.directory, 42, 1, 'node1'), 'of another runner')
         left = {'compute_node_id': 9, 'hostname': 'far', 'pid': 7, 'identity': 'boot/1', 'actions': [{'action_id': 3, 'success': True, 'message': 'm'}]}
-        with warnings.catch_warnings():     # Python deprecates nothing in how it, and a time series, is written
-            warnings.simplefilter('error', DeprecationWarning)
-            torc.write_journal(path, [self.entry(8), self.entry(7)])
-            self.assertEqual([], torc.read_journal(path)[2])
-            torc.write_journal(path, [self.entry(7, attempt_id=3, status='completed')], left)
-            torc.write_series(self.world.path('series.db'), [('names', (1, 'a', None))])
+        torc.write_journal(path, [self.entry(8), self.entry(7)])
+        self.assertEqual([], torc.read_journal(path)[2])
+        torc.write_journal(path, [self.entry(7, attempt_id=3, status='completed')], left)
         self.assertRaises(sqlite3.Error, torc.write_journal, path, [self.entry(9), self.entry([])])
         rows = ask_sqlite(path, 'SELECT job_id, run_id, status, payload FROM journaled_completions ORDER BY job_id')
         self.assertEqual([(7, 1, 5, 3), (8, 1, 6, 2)], [(*row[:3], json.loads(row[3])['result']['attempt_id']) for row in rows])
@@ -11760,18 +11509,15 @@ class JournalTest(WorldTest):
         self.assertRaises(sqlite3.Error, torc.write_journal, path, [self.entry()])
 
     def test_journals_of_the_run_are_found_wherever_they_lie_and_what_cannot_be_searched_is_named(self):
-        names = ('a/offline_results_wf1_r1_x.db', 'b/c d/offline_results_wf1_r1_y_2.db', "offline_results_wf1_r1_'z\n.db")
+        names = ('a/offline_results_wf1_r1_x.db', 'b/c d/offline_results_wf1_r1_y_2.db')
         others = ('offline_results_wf11_r1_x.db', 'offline_results_wf1_r11_x.db', 'offline_results_wf1_r1_x.db-journal', 'x.db')
         for name in names + others:
             self.world.write(name, '')
         os.symlink(self.world.path(names[0]), self.world.path('offline_results_wf1_r1_k.db'))
         os.mkfifo(self.world.path('offline_results_wf1_r1_p.db'))
-        os.symlink('..', self.world.path('a/up'))
-        os.symlink(self.world.path('a'), self.world.path('b/offline_journal'))
         found, problems = torc.find_journals(self.world.directory, 1, 1)
         self.assertEqual(sorted(map(self.world.path, names)), found)
-        where = f"is a link, and not followed: to take in what is there, `workflows reconcile` with --base-dir {shlex.quote(os.path.realpath(self.world.path('a')))}"
-        self.assertEqual([f"{self.world.path(name)} {where}" for name in ('b/offline_journal', 'offline_results_wf1_r1_k.db')], problems)
+        self.assertEqual([f"{self.world.path('offline_results_wf1_r1_k.db')} is a link, and not followed"], [text.partition(':')[0] for text in problems])
         gone = self.world.path('gone')
         self.assertEqual(([], [f'{gone} cannot be searched: No such file or directory']), torc.find_journals(gone, 1, 1))
 
@@ -11802,7 +11548,7 @@ class JournalTest(WorldTest):
         whole = read_bytes(path)
         broken = [(whole[:len(whole) * 3 // 4], 300), (whole[:80 * 1024] + bytes(4096) + whole[84 * 1024:], 50), (whole[:100], 0), (b'hello', 0),
                   (bytes(10000), 0)]
-        for _ in range(60):
+        for _ in range(30):
             data = bytearray(whole[:chance.randrange(1, len(whole))])
             for start in [chance.randrange(len(data)) for _ in range(chance.randrange(200))]:
                 data[start] = chance.randrange(256)
@@ -11815,17 +11561,6 @@ class JournalTest(WorldTest):
         self.assertEqual(([], ''), self.read(path))
         os.unlink(path)
         self.assertRaises(OSError, torc.read_journal, path)
-
-    def test_what_is_no_journal_or_no_completion_is_named_and_the_others_are_read(self):
-        path = self.world.path('out/offline_results_wf1_r1_x.db')
-        os.mkdir(os.path.dirname(path))
-        ask_sqlite(path, 'CREATE TABLE things (id INTEGER)')
-        self.assertEqual(([], f'{path}: it cannot be read whole (no such table: journaled_completions): 0 rows can be read'), self.read(path))
-        os.unlink(path)
-        wrong = ['{', b'\xff', '[]', '{"job_id": 2}', json.dumps(journal_entry(9)), json.dumps(dict(journal_entry(7), status='odd'))]
-        found, problem = self.read(self.journal([*wrong, journal_entry(7)]))
-        self.assertEqual([7], found)
-        self.assertRegex(problem, f'^{re.escape(path)}: the row of job 1 is no completion: .*, and {len(wrong) - 1} more such faults$')
 
 
 # ======== 16. Runner ========
@@ -11845,7 +11580,6 @@ class StoreClient:
         self.after = lambda number: None    # type: Callable[[int], None]
 
     def call(self, op: str, body: Any = None, deadline_s: Optional[float] = None, **params: Any) -> Any:
-        """Carry out an operation as a server would."""
         if op == 'runner_sync':
             self.requests.append(json.loads(json.dumps(body)))
             self.before(len(self.requests))
@@ -11865,7 +11599,6 @@ class StoreClient:
         return pending
 
     def rows(self, op: str, **params: Any) -> List[Dict[str, Any]]:
-        """Items of a list."""
         return self.call(op, **params)['items']
 
 
@@ -11936,11 +11669,9 @@ class RunnerCase(WorldTest):
         return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
 
     def stdio(self, job_id: int = 1, end: str = 'o', attempt_id: int = 1) -> str:
-        """A job's output."""
         return self.world.read(f'out/job_stdio/job_wf1_j{job_id}_r1_a{attempt_id}.{end}')
 
     def log(self) -> str:
-        """The runner's log."""
         return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*_wf1_r1.log'))
 
     def interrupt_when(self, *paths: str, by: Sequence[int] = (signal.SIGINT,), also: Callable[[], Any] = lambda: True) -> None:
@@ -11976,12 +11707,10 @@ class RunnerRulesTest(unittest.TestCase):
     """The runner's arithmetic."""
 
     def kind(self, cpus: int = 1, memory: int = 0, gpus: int = 0, **more: Any) -> Any:
-        """Requirements."""
         return torc.job_needs(dict({'num_cpus': cpus, 'memory_bytes': memory, 'num_gpus': gpus, 'num_nodes': 1}, **more))
 
     @staticmethod
     def ledger(cpus: int, memory: int, devices: Tuple[str, ...] = (), max_jobs: Optional[int] = None) -> Any:
-        """The ledger of one node."""
         return torc.Ledger([torc.NodeSize(cpus, memory, devices)], max_jobs)
 
     @staticmethod
@@ -12027,25 +11756,6 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertEqual(((1, 2), ()), (whole.nodes, whole.devices))
         ledger.release(whole)
         self.assertEqual((('1',), (4, 10, 2)), (ledger.take(self.kind(1, 1, 1)).devices, ledger.pool.sizes[1]))
-
-    def test_who_has_nothing_to_do_asks_at_once_until_the_server_could_keep_a_request(self):
-        rows = rows_of("""
-        tells  doubtful  has_job   kept  waits  because
-        no     no        yes       no    5      something runs here
-        yes    no        no        no    0      an end was told, and nothing came in return
-        yes    no        no        no    0      another end came up while that was on its way
-        no     no        no        yes   0      it was kept, and the next one can be
-        no     no        no        no    5      the server does not keep it now
-        no     yes       no        no    5      a connection lasts for one request
-        no     yes       no        no    5      ... each time
-        yes    no        no        no    0      an action has ended
-        """)
-        link = torc.ServerLink(unittest.mock.Mock(options=torc.RunnerOptions(poll_interval_s=5)), None)
-        for row in rows:
-            with self.subTest(row):
-                link.plan_wait(True, row['tells'] == 'yes', 0.0 if row['doubtful'] == 'yes' else 25.0)
-                answer = {'jobs': [], 'is_complete': False, 'waited': row['kept'] == 'yes'}
-                self.assertEqual(float(row['waits']), link.next_wait_s(row['has_job'] == 'yes', answer))
 
     def test_the_least_time_and_the_longest_runtime_follow_from_the_settings(self):
         early = {'execution_config': {'srun_termination_signal': 'TERM@90'}}
@@ -12191,7 +11901,6 @@ class PartTest(WorldTest):
         self.log = []       # type: List[str]
 
     def context(self, options: Optional[Dict[str, Any]] = None, **workflow: Any) -> Any:
-        """What parts know."""
         options = torc.RunnerOptions(**(options or {}))
         output = torc.OutputDirectory(self.world.path('out'))
         log = torc.RunLog(output, 'x.log')
@@ -12199,7 +11908,6 @@ class PartTest(WorldTest):
         return torc.NodeContext(dict({'id': 1, 'run_id': 1}, **workflow), options, output, log, self.progress)
 
     def attempt(self, state: str = 'claimed', number: int = 1, **more: Any) -> Any:
-        """An attempt in a state."""
         job = dict({'id': number, 'name': f'j{number}', 'attempt_id': 1, 'outputs': [], 'interruptions': 0}, **more)
         attempt = torc.Attempt(job, torc.Needs(1, 0, 0))
         attempt.state, attempt.completion = state, {'job_id': number, 'attempt_id': 1}
@@ -12208,7 +11916,6 @@ class PartTest(WorldTest):
 
     @staticmethod
     def end(return_code: int = 0) -> Any:
-        """How a process ended."""
         return torc.ProcessEnd(return_code, 0, 1.0, 0.5, 0, time.time())
 
 
@@ -12222,7 +11929,6 @@ class FakeClock:
         return getattr(time, name)
 
     def monotonic(self, *_: Any) -> float:
-        """The same on each clock."""
         return self.now
 
     time = clock_gettime = monotonic
@@ -12311,22 +12017,14 @@ class LinkTest(RunnerCase):
 
     def test_what_is_no_answer_of_this_server_ends_no_runner_and_what_it_refuses_does(self):
         link = self.begin()
-        for error in (torc.Conflict('the database is in use by another torc.py'), torc.Denied('its token file cannot be read'),
-                      torc.Denied('user or password is wrong', http=401)):
-            for place in ('call', 'begin', 'finish')[:2 if isinstance(error, torc.Conflict) else 3]:
-                with self.subTest(error.message, place=place):
-                    link.is_registered = place != 'call'
-                    link.poll_now()
-                    owner, name = (torc.PendingCall, 'finish') if place == 'finish' else (self.client, place)
-                    with unittest.mock.patch.object(owner, name, side_effect=error):
-                        self.turn(link)
-                    self.assertEqual('silent', link.state)
-                    self.world.wait(lambda: self.turn(link) or link.state == 'online', 10, 'the next try')
+        for error in (torc.Conflict('the database is in use by another torc.py'), torc.Denied('user or password is wrong', http=401)):
+            link.poll_now()
+            with unittest.mock.patch.object(self.client, 'begin', side_effect=error):
+                self.turn(link)
+            self.assertEqual('silent', link.state)
+            self.world.wait(lambda: self.turn(link) or link.state == 'online', 10, 'the next try')
         self.client.before, link.planned_at = unittest.mock.Mock(side_effect=torc.Refused('run 1 is over')), 0.0
         self.assertRaisesRegex(torc.Refused, 'is over', self.turn, link)
-        link.is_registered, link.context.node_id, link.planned_at = False, 0, 0.0   # as before the first time
-        with unittest.mock.patch.object(self.client, 'call', side_effect=torc.Denied('no access')):
-            self.assertRaisesRegex(torc.Denied, 'no access', self.turn, link)
 
     # children: from when to when there are some; work: ends (e), claims (c), actions (a) at these seconds -> when it is asked.
     WAITS = rows_of("""
@@ -12370,94 +12068,6 @@ class LinkTest(RunnerCase):
                 self.assertEqual([float(word) for word in row['asked'].split()], asked)
 
 
-# ======== 16c. Runner's parts ========
-
-
-class JobPartsTest(RunnerCase):
-    """Claims, starts, ends and leaving, turn by turn."""
-    WAITS = 'until [ -e go ]; do sleep 0.02; done; exit 7'
-    AGAIN = [{'name': 'h', 'rules': [{'exit_codes': [7], 'recovery_script': 'echo $TORC_JOB_ID >> mended; exec sleep 1000'}]}]
-
-    def begin(self, *jobs: Any, **options: Any) -> Any:
-        """A runner that claims these jobs, of which the failed ones are tried again, and knows them as short ones."""
-        self.create(*({'command': job, 'failure_handler': 'h'} for job in jobs), failure_handlers=self.AGAIN, execution_config={'mode': 'direct'})
-        runner = self.runner(poll_interval_s=0.05, claim_backoff_max_s=0.05, **options)
-        runner.policy.mean_s, runner.dispatcher.may_claim = 0.01, True
-        return runner
-
-    @slow
-    def test_what_cannot_start_in_time_goes_back_and_so_do_jobs_of_an_answer_after_the_end_of_claims(self):
-        runner = self.begin(self.WAITS, 'true', num_cpus=1)
-        self.turn_until(runner, j1='running', j2='claimed')
-        self.assertEqual(runner.policy.stale_at(), runner.dispatcher.due())
-        with unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
-            self.turn_until(runner, j1='running')
-        self.world.wait(lambda: runner.turn() or self.statuses() == {'j1': 'running', 'j2': 'ready'}, 10, 'what went back')
-        runner.policy.mean_s = 0.01
-        self.at(lambda: self.client.requests[-1]['want'], lambda: setattr(runner.context, 'leaving', 'idle'))
-        self.world.wait(lambda: runner.turn() or runner.context.leaving and self.statuses()['j2'] == 'ready' and not runner.link.has_updates,
-                        10, 'what went back at the end')
-
-    def test_the_recovery_script_of_what_is_others_by_now_is_killed_or_never_begun_and_nothing_is_reported(self):
-        runner = self.begin('exit 7', self.WAITS)
-        self.turn_until(runner, j2='running', j1='recovering')
-        self.world.wait(lambda: self.world.read('out/mended') or self.world.read('mended'), 20, 'the script')
-        with unittest.mock.patch.object(torc.ServerLink, 'has_lease', False):
-            self.world.write('go', '')
-            self.turn_until(runner, j1='recovering', j2='recovering')
-            runner.dispatcher.revoke([[1, 1], [2, 1]])
-        self.world.wait(lambda: runner.turn() or not runner.launcher.children, 20, 'the end of the script')
-        self.assertEqual(('1\n', []), (self.world.read('mended'), self.results()))
-
-    def test_a_recovery_script_that_is_due_after_an_interrupt_is_not_started_and_vetoes_nothing(self):
-        runner = self.begin(self.WAITS)
-        self.turn_until(runner, j1='running')
-        runner.context.leaving = 'interrupt'
-        self.world.write('go', '')
-        self.turn_until(runner)
-        self.assertEqual(([(1, 1, 7, 'terminated')], {'j1': 'ready'}), (self.results(), self.statuses()))
-        self.assertEqual('', self.world.read('mended'))
-
-    # -------- leaving --------
-
-    # After so many seconds without work, or since the last end of a job here, and what the server says -> why the runner leaves.
-    LEAVES = rows_of("""
-        limit  idle  since_end  pending  ignores  persistent  says       reason
-        90     89    never      0        no       no          -          -
-        90     90    never      0        no       no          -          idle
-        90     90    90         0        no       no          -          idle
-        90     500   119        1        no       no          -          -
-        90     500   120        1        no       no          -          idle
-        90     500   never      1        no       no          -          idle
-        0      9999  never      0        no       no          -          -
-        90     90    never      0        yes      no          -          idle
-        90     9999  never      0        no       yes         -          -
-        90     1     1          0        no       no          complete   complete
-        90     1     1          0        yes      no          complete   -
-        90     1     1          0        no       no          canceled   cancel
-        90     1     1          0        no       no          stuck      stuck
-        90     1     1          0        no       yes         stuck      -
-        """)
-
-    def test_a_runner_leaves_at_the_moment_that_the_page_names_and_not_before_the_server_knows_of_the_last_end(self):
-        for row in self.LEAVES:
-            with self.subTest(row), FakeClock().set() as clock:
-                runner = self.runner(self.create('true', compute_node_wait_for_new_jobs_seconds=int(row['limit']),
-                                                 compute_node_ignore_workflow_completion=row['ignores'] == 'yes'),
-                                     is_persistent=row['persistent'] == 'yes')
-                says, link, look = row['says'], runner.link, runner.shutdown.look
-                link.answer = {'is_complete': says == 'complete', 'is_canceled': says == 'canceled', 'unfinished': 3,
-                               'claimable': says != 'stuck', 'pending_actions': int(row['pending'])}
-                link.worked_at = clock.now - float(row['idle'])
-                link.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
-                link.sent_at = link.ended_at
-                look()
-                self.assertEqual(row['reason'] if says in ('complete', 'canceled') else '', runner.context.leaving)
-                link.sent_at = clock.now
-                look()
-                self.assertEqual(row['reason'], runner.context.leaving)
-
-
 # ======== 16d. Runner's monitor ========
 
 
@@ -12477,7 +12087,6 @@ class MonitorRunTest(RunnerCase):
         return self.create(job, resource_requirements=[needs], **fields)
 
     def rows(self) -> List[Dict[str, Any]]:
-        """The results, by job."""
         return sorted(self.client.rows('list_results', workflow_id=1, all_runs=True), key=lambda row: row['job_id'])
 
     def test_a_job_above_its_memory_limit_is_killed_with_all_that_it_has_started_and_its_failure_handler_is_asked(self):
@@ -12495,74 +12104,10 @@ class MonitorRunTest(RunnerCase):
         self.assertFalse(torc.read_process_start_ticks(int(self.world.read('hidden'))))
 
     @slow
-    def test_where_there_is_no_limit_or_no_look_nothing_is_killed(self):
-        fail = unittest.mock.Mock(side_effect=OSError(errno.EIO, 'Input/output error'))
-        for memory, fields, look in (('60m', {'execution_config': {'limit_resources': False}}, torc.check_tree),
-                                     ('60m', {'resource_monitor': {'enabled': False}}, torc.check_tree),
-                                     (None, {}, torc.check_tree), ('60m', {}, fail)):
-            with self.subTest(fields), unittest.mock.patch('torc.check_tree', look):
+    def test_where_there_is_no_limit_nothing_is_killed(self):
+        for memory, fields in (('60m', {'execution_config': {'limit_resources': False}}), ('60m', {'resource_monitor': {'enabled': False}}), (None, {})):
+            with self.subTest(fields):
                 self.assertEqual(1, self.run_it(self.limited(self.grow(100, 0.5), memory, **fields)).completed)
-        self.assertEqual('memory limits: no look at what jobs share was possible: [Errno 5] Input/output error', self.progress.messages[-1])
-
-    @slow
-    def test_a_check_that_hangs_keeps_no_other_job_within_its_limit(self):
-        go, real = hanging(self), torc.check_tree
-        needs = [{'name': f'r{size}', 'num_cpus': 1, 'memory': f'{size}m', 'runtime': 'PT1M'} for size in (60, 70)]
-        self.create({'command': self.grow(100, 3), 'resource_requirements': 'r60'},
-                    {'command': self.grow(100), 'resource_requirements': 'r70'}, resource_requirements=needs)
-        def check(root: str, pids: List[int], limit_bytes: int) -> Any:
-            return limit_bytes == 60 << 20 and go.wait() or real(root, pids, limit_bytes)
-        with unittest.mock.patch('torc.check_tree', check):
-            self.run_it(num_cpus=2)
-        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 137, 'failed')], self.results())
-
-    SHARE = textwrap.dedent("""
-        import os, sys, time
-        size_mb, workers, writes = map(int, sys.argv[1:])
-        block = bytearray(b'x') * (size_mb << 20)
-        for _ in range(workers):
-            if not os.fork():
-                time.sleep(0.5)
-                if writes:
-                    block[::4096] = bytes(len(block) // 4096)
-                    time.sleep(100)
-                time.sleep(1.5)
-                os._exit(0)
-        for _ in range(workers):
-            os.wait()
-        """)
-
-    @slow
-    def test_workers_that_share_their_memory_are_within_the_limit_until_they_write_to_it(self):
-        self.world.write('share.py', self.SHARE)
-        for words, limit_mb, wanted in (('1024 32 0', 1200, (0, 'completed')), ('40 8 1', 150, (137, 'failed'))):
-            workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {words}', f'{limit_mb}m')
-            self.run_it(workflow_id)
-            row, = self.client.rows('list_results', workflow_id=workflow_id)
-            self.assertEqual(wanted, (row['return_code'], row['status']))
-            self.assertEqual(row['status'] == 'completed', row['peak_memory_bytes'] < limit_mb << 20)
-
-    GROWING = textwrap.dedent("""
-        import time
-        time.sleep(1.2)
-        began, blocks = time.monotonic(), []
-        while True:
-            while len(blocks) * 10 < (time.monotonic() - began) * 1000:
-                blocks.append(bytearray(b'x') * (10 << 20))
-            time.sleep(0.001)
-        """)
-
-    @slow
-    def test_a_job_that_takes_a_gigabyte_a_second_exceeds_its_limit_by_less_than_300_megabytes(self):
-        self.world.write('growing.py', self.GROWING)
-        peaks = []
-        while len(peaks) < 4 and not (peaks and min(peaks) < (1 << 30) + 300 * 10 ** 6):    # a busy machine looks late
-            workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("growing.py")}"', '1g')
-            self.run_it(workflow_id)
-            row, = self.client.rows('list_results', workflow_id=workflow_id)
-            self.assertEqual((137, 'failed'), (row['return_code'], row['status']))
-            peaks.append(row['peak_memory_bytes'])
-        self.assertTrue(1 << 30 < min(peaks) < (1 << 30) + 300 * 10 ** 6, peaks)
 
     def test_results_and_nodes_carry_what_was_used_and_a_time_series_stands_in_the_output_directory(self):
         burn = "end=$(($(date +%s%N) + 1300000000)); while [ $(date +%s%N) -lt $((end)) ]; do :; done"
@@ -12580,38 +12125,24 @@ class MonitorRunTest(RunnerCase):
         self.assertTrue(0 < node['avg_memory_bytes'] <= node['peak_memory_bytes'])
         path, = glob.glob(glob.escape(self.world.path('out', 'resource_utilization')) + '/*')
         self.assertEqual(f'resource_metrics_wf1_h{socket.gethostname()}_r1_p{os.getpid()}.db', os.path.basename(path))
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            jobs = connection.execute('SELECT * FROM job_resource_samples WHERE job_id = 2 ORDER BY timestamp').fetchall()
-            counts = [connection.execute(f'SELECT count(*) FROM {name}').fetchone()[0] for name in ('system_resource_samples', 'system_resource_summary')]
-            self.assertEqual([node['sample_count'], 1], counts)
-            for name, columns in (      # Torc's, and what is ours behind them
-                    ('job_resource_samples', 'job_id timestamp cpu_percent memory_bytes num_processes'), ('job_metadata', 'job_id job_name peak_memory_bytes'),
-                    ('system_resource_samples', 'id timestamp cpu_percent memory_bytes total_memory_bytes'),
-                    ('system_resource_summary', 'id sample_count peak_cpu_percent avg_cpu_percent peak_memory_bytes avg_memory_bytes')):
-                self.assertEqual(columns, ' '.join(row[1] for row in connection.execute(f'PRAGMA table_info({name})')))
-        self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
-        with contextlib.closing(torc.SeriesFile(path)) as file:
-            self.assertEqual({1: (burnt['peak_memory_bytes'], 'j1'), 2: (grown['peak_memory_bytes'], 'j2')}, file.job_names())
+        for columns in (        # Torc's, and what is ours behind them
+                'job_resource_samples (job_id timestamp cpu_percent memory_bytes num_processes)', 'job_metadata (job_id job_name peak_memory_bytes)',
+                'system_resource_samples (id timestamp cpu_percent memory_bytes total_memory_bytes)',
+                'system_resource_summary (id sample_count peak_cpu_percent avg_cpu_percent peak_memory_bytes avg_memory_bytes)'):
+            name, columns = columns[:-1].split(' (')
+            self.assertEqual(columns, ' '.join(row[1] for row in ask_sqlite(path, f'PRAGMA table_info({name})')))
+        last, = ask_sqlite(path, 'SELECT * FROM job_resource_samples WHERE job_id = 2 ORDER BY timestamp DESC LIMIT 1')
+        self.assertTrue(last[3] > 100 << 20 and last[4] == 1 and abs(last[1] - time.time()) < 60)
+        self.assertEqual([(node['sample_count'], 1)], ask_sqlite(path, 'SELECT (SELECT count(*) FROM system_resource_samples), count(*) '
+                                                                 'FROM system_resource_summary'))
+        self.assertEqual([('j2', grown['peak_memory_bytes'])], ask_sqlite(path, 'SELECT job_name, peak_memory_bytes FROM job_metadata WHERE job_id = 2'))
 
-    @slow
-    def test_without_a_time_series_or_where_it_cannot_be_written_no_job_is_harmed(self):
-        def hang(*_: Any) -> None:
-            over.wait()
-        over = threading.Event()
-        self.addCleanup(over.set)
-        place = 'out/resource_utilization'
-        for config, write, message in (({'enabled': True}, torc.write_series, None), (self.BOTH, hang, None),
-                                       (self.BOTH, torc.write_series, 'the time series cannot be written at present: ')):
-            if message:
-                shutil.rmtree(self.world.path(place))
-                self.world.write(place, 'in the way')
-            workflow_id = self.create(self.grow(1, 1.2), 'true', resource_monitor=dict(config, sample_interval_seconds=1))
-            with unittest.mock.patch.multiple(torc, write_series=write, LAST_FLUSH_S=0.1 if write is hang else 60):
-                outcome = self.run_it(workflow_id)
-            self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
-            self.assertEqual(config == self.BOTH, os.path.lexists(self.world.path(place)))
-            self.assertEqual(bool(message), any('time series' in text for text in self.progress.messages), message)
-        self.assertEqual('in the way', self.world.read(place))
+    def test_where_the_time_series_cannot_be_written_no_job_is_harmed(self):
+        self.world.write('out/resource_utilization', 'in the way')
+        self.create('true', 'true', resource_monitor={'compute_node': self.BOTH})       # nodes have a sample at the end
+        with unittest.mock.patch.object(torc, 'LAST_FLUSH_S', 60):
+            self.assertEqual(2, self.run_it().completed)
+        self.assertIn('the time series cannot be written at present: ', ''.join(self.progress.messages))
 
     def test_a_kill_by_the_kernel_is_told_from_one_by_somebody_and_from_one_long_ago(self):
         counter = self.world.write('events', 'oom_kill 5\n')
@@ -12624,35 +12155,6 @@ class MonitorRunTest(RunnerCase):
         words = f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once'
         self.assertEqual([(99, words), (137, 'killed by SIGKILL'), (0, None), (0, None), (137, 'killed by SIGKILL')],
                          [(row['return_code'], row.get('reason')) for row in self.rows()])
-
-    @slow
-    def test_what_the_kernel_kills_in_our_control_group_is_said_to_be_killed_by_it(self):
-        # Of version 2, a group that has processes of its own may have none below it that is limited.
-        directories, name = torc.control_group_directories('memory') or [''], 'memory.limit_in_bytes'
-        of_version_1 = [path for path in directories if os.path.exists(os.path.join(path, name))]
-        group = os.path.join((of_version_1 or directories)[-1], f'torc-test-{os.getpid()}')
-        limit = os.path.join(group, name if of_version_1 else 'memory.max')
-        with contextlib.suppress(OSError):
-            os.mkdir(group)
-            self.addCleanup(lambda: self.world.wait(lambda: not os.path.exists(group) or os.rmdir(group), 20, 'the end of all in the group'))
-        need('cgroup', os.access(limit, os.W_OK), 'a memory control group in which groups may be made')
-        with open(limit, 'w') as text:
-            text.write(str(300 << 20))
-        self.world.write('w.yaml', """
-            name: w
-            execution_config: {mode: direct, oom_exit_code: 99}
-            jobs:
-            - {name: greedy, command: 'exec %s -S -c "x = bytearray(600 << 20)"'}
-            - {name: killed, command: 'kill -9 $$', depends_on: [greedy], cancel_on_blocking_job_failure: false}
-            """ % sys.executable)
-        with self.world.inside():
-            self.world.started.append(Background(
-                ['sh', '-c', f'echo $$ > "{group}/cgroup.procs" && exec {sys.executable} "{stub_path()}" run w.yaml'],
-                self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner')))
-        self.assertExit(1, self.world.started[-1].finish(),
-                        'failed greedy (return code 99): killed by the kernel for lack of memory (',
-                        'failed killed (return code 137): killed by SIGKILL\n')
-        self.world.leave()
 
 
 # ======== 16e. Runner's steps ========
@@ -12689,7 +12191,7 @@ exit 0
 class StepRunTest(RunnerCase):
     """A runner in this process with jobs as steps of job 5, by programs that do as Slurm's."""
 
-    def run_steps(self, *jobs: Any, config: Optional[Dict[str, Any]] = None, records: Optional[Sequence[str]] = None,
+    def run_steps(self, *jobs: Any, config: Optional[Dict[str, Any]] = None, records: Sequence[str] = (),
                   srun: Optional[Dict[int, str]] = None) -> None:
         """Run these jobs in an allocation that has 500 s left."""
         self.create(*jobs, execution_config=dict({'mode': 'slurm', 'sigkill_headroom_seconds': 1}, **(config or {})))
@@ -12697,8 +12199,7 @@ class StepRunTest(RunnerCase):
                                            sacct='case "$*" in *MaxRSS*) cat "$fake/records";; *) echo "5|RUNNING";; esac')
         line = OwnAllocationTest.JOB.format(uid=os.getuid(), state='RUNNING', restarts=0, granted=OwnAllocationTest.GRANTED)
         self.fakes.install('job', line.replace('1795375467', str(int(time.time() + 500))) + '\n')
-        records = [f'{number}_r1_a1|||||||FAILED' for number in range(1, 1 + len(jobs))] if records is None else records
-        self.fakes.install('records', ''.join(f'wf1_j{record}\n' for record in records))
+        self.fakes.install('records', ''.join(f'wf1_j{record}\n' for record in records or [f'{number}_r1_a1|||||||FAILED' for number in (1, 2, 3)]))
         for number, script in (srun or {}).items():
             self.fakes.install(f'job.{number}', script)
         with unittest.mock.patch('torc.find_ancestors', lambda pid: []):
@@ -12709,18 +12210,14 @@ class StepRunTest(RunnerCase):
     FAILS_FIRST = '[ $attempt != 1 ] || {{ echo "srun: error: {}" >&2; exit {}; }}'
     BUSY = 'Unable to create step for job 5: Requested nodes are busy'
     LIMIT = 'killed by Slurm, all of it or a part, at the memory limit of its step'
-    FULL = 'cd out/slurm_steps/*/ && mv wf1_j5_r1_a1.notes kept && ln -s kept wf1_j5_r1_a1.notes; '     # no more can be noted
-    # When no other srun is about to be read.
-    GONE = '[ $attempt != 1 ] || { until [ -e "$fake/pid.6" ] && [ -e "$fake/pid.8" ]; do sleep 0.05; done; mv "$0" "$fake/away"; }; '
     # What runs, what srun does then, what sacct says -> attempt, return code and status of each end, and the reason of the first.
     ENDS = (
         ('echo $A_TEXT $TORC_JOB_NAME ${CUDA_VISIBLE_DEVICES-none}; echo bad >&2; exit 3', '', 'FAILED', '1 3 failed', 'bad'),
         ('exit 9', '', 'OUT_OF_MEMORY', '1 137 failed', LIMIT),
         ('exit 9', '', 'TIMEOUT', '1 9 terminated', 'reached the time limit of its Slurm step'),
         ('exit 9', '', '', '1 9 failed', None),
-        (FULL + 'exit 7', '', 'FAILED', '1 7 failed', None),
         ('true', FAILS_FIRST.format(BUSY, 214), '', '1 137 terminated; 2 0 completed', 'Slurm started no step for it: ' + BUSY),
-        ('true', GONE + FAILS_FIRST.format('Node failure on node3', 1), '', '1 137 terminated; 2 0 completed', 'lost its node: Node failure on node3'),
+        ('true', FAILS_FIRST.format('Node failure on node3', 1), '', '1 137 terminated; 2 0 completed', 'lost its node: Node failure on node3'),
         ('exit 4', 'run "$@"; exec sleep 1000', 'FAILED', '1 4 failed', None),      # srun hangs
     )
 
@@ -12728,10 +12225,6 @@ class StepRunTest(RunnerCase):
     def test_an_end_is_what_the_job_has_left_what_srun_says_and_what_sacct_says_together(self):
         (holds, _, *rest), *others = torc.WATCHDOGS
         watchdogs = [(holds, 0.3, *rest), *others]
-        def put_back(number: int) -> None:      # the srun that is gone, too, is no fault of a job
-            if any('no job can be started at present: [Errno 2] No such file' in text for text in self.progress.messages):
-                os.path.exists(self.fakes.path('srun')) or os.rename(self.fakes.path('away'), self.fakes.path('srun'))
-        self.client.after = put_back
         records = [f'{number}_r1_a1|2M|3M|1M|0|00:00:05|n1|{row[2]}' for number, row in enumerate(self.ENDS, 1) if row[2]]
         with unittest.mock.patch.multiple(torc, WATCHDOGS=watchdogs, WATCH_S=0.2, STEP_KILL_S=0.5, SACCT_FIRST_S=0.05, SACCT_PAUSE_S=0.1, SACCT_BATCH_S=0.1):
             self.run_steps(*({'command': row[0], 'env': {'A_TEXT': 'a b'}} for row in self.ENDS), records=records,
@@ -12741,8 +12234,8 @@ class StepRunTest(RunnerCase):
                 found = [row for key, row in sorted(self.rows.items()) if key[0] == number]
                 self.assertEqual((ends, reason), ('; '.join(f"{row['attempt_id']} {row['return_code']} {row['status']}" for row in found),
                                                   found[0].get('reason')))
-        self.assertEqual(('a b j1 none\n', 'bad\n', ['5.8']), (self.stdio(), self.stdio(end='e'), self.scancels))
-        self.assertEqual(1, self.progress.messages.count(f'no job can be started at present: {self.ENDS[5][4]}'))
+        self.assertEqual(('a b j1 none\n', 'bad\n', ['5.7']), (self.stdio(), self.stdio(end='e'), self.scancels))
+        self.assertEqual(1, self.progress.messages.count(f'no job can be started at present: {self.ENDS[4][4]}'))
         self.assertEqual(1, self.progress.messages.count('node node3 has failed: no more jobs are started on it'))
         argv = next(call.argv for call in self.fakes.calls('srun') if '--job-name=wf1_j1_r1_a1' in call.argv)
         self.assertRegex(' '.join(argv), '^--jobid=5 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j1_r1_a1 --nodelist=node. --nodes=1 '
@@ -12754,14 +12247,6 @@ class StepRunTest(RunnerCase):
         stats = {row['job_id']: row for row in self.client.rows('list_slurm_stats', workflow_id=1)}
         self.assertEqual({'job_id': 2, 'attempt_id': 1, 'slurm_job_id': '5', 'max_rss_bytes': 2 << 20, 'max_vm_size_bytes': 3 << 20, 'node_list': 'n1',
                           'max_disk_read_bytes': 1 << 20, 'max_disk_write_bytes': 0, 'ave_cpu_seconds': 5.0}.items() - stats[2].items(), set())
-
-    @slow
-    def test_no_scancel_is_waited_for_when_srun_is_killed_and_its_step_has_no_number(self):
-        with unittest.mock.patch.multiple(torc, SACCT_FIRST_S=0.05, SACCT_PAUSE_S=0.1, SACCT_BATCH_S=0.1):
-            self.run_steps('[ $TORC_ATTEMPT_ID != 1 ] || exec sleep 1000', records=[], srun={
-                1: '[ $attempt != 1 ] || { unset SLURM_STEP_ID; "$@" & until grep -q step "$notes"; do sleep 0.05; done; kill -KILL $! $$; }'})
-        self.assertEqual([(1, 1, 137, 'terminated'), (1, 2, 0, 'completed')], self.results())
-        self.assertEqual(('its srun was killed', []), (self.rows[1, 1]['reason'], self.scancels))
 
     @slow
     def test_steps_are_stopped_by_scancel_and_a_srun_that_still_waits_for_its_step_is_ended_itself(self):
@@ -12780,19 +12265,6 @@ class StepRunTest(RunnerCase):
                            srun={3: 'echo "signal 10" >> "$notes"'}, config={'srun_termination_signal': 'USR1@3000'})
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 152, 'terminated'), (3, 1, 0, 'completed')], self.results())
         self.assertEqual('ended shortly before the time limit of its Slurm step, by SIGUSR1', self.rows[2, 1]['reason'])
-
-    @slow
-    def test_the_early_signal_follows_the_end_and_who_dies_of_it_long_before_has_failed(self):
-        def shorten(number: int) -> None:
-            if os.path.exists(self.world.path('begun')):
-                text = read_text(self.fakes.path('job'))
-                self.fakes.install('job', re.sub('EndTime=[0-9]+', f'EndTime={int(time.time() + 40)}', text))
-                self.client.after = lambda number: None
-        self.client.after = shorten
-        with unittest.mock.patch.multiple(torc, RETRY_END_S=0.2, CHECK_END_S=0.2):
-            self.run_steps('kill -USR1 $$', {'command': 'trap "exit 0" USR1; echo > begun; while :; do sleep 0.05; done', 'depends_on': ['j1'],
-                                             'cancel_on_blocking_job_failure': False}, config={'srun_termination_signal': 'USR1@60'})
-        self.assertEqual([(1, 1, 138, 'failed'), (2, 1, 0, 'completed')], self.results())
 
 
 class StepWatchTest(PartTest):
@@ -12868,59 +12340,18 @@ class SlurmStepCase(SlurmTest):
         return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
 
     def progress(self) -> str:
-        """For messages."""
         return f'{self.runner}\n{self.log()}'
 
     def log(self) -> str:
-        """The runner's log."""
         return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*.log'))
 
-    def jobs(self) -> Dict[str, str]:
-        """Name -> status."""
-        rows = self.assertExit(0, self.world.cli('-f', 'json', 'jobs', 'list', 1)).json()['items']
-        return {row['name']: row['status'] for row in rows}
-
     def out(self, job_id: int) -> str:
-        """What a job has printed."""
         return self.world.read(f'torc_output/job_stdio/job_wf1_j{job_id}_r1_a1.o')
 
     def live_steps(self) -> Dict[str, str]:
         """Name -> id of steps that Slurm thinks run, but its own (extern, batch)."""
         lines = self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j %i').splitlines()
         return {name: number for name, number in map(str.split, lines) if name not in ('extern', 'batch')}
-
-    def run_twice(self, harm: Callable[[int], Any], said: str, deadline_s: float = 60) -> None:
-        """A job is harmed in its first attempt, by what gets its pid; the second completes, and the first is gone."""
-        self.allocate()
-        self.begin('[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $$ > pid; exec sleep 1000')
-        harm(self.pid_in('pid'))
-        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')], [row[:2] + row[3:] for row in self.ended(deadline_s)], self.progress())
-        self.assertEnds('pid')
-        self.assertIn(said, self.log())
-
-    def kill_srun(self, _: int) -> None:
-        """Kill both processes of the one srun; the second one may have ended by itself by then."""
-        for pid in sorted(processes_with(self.world.mark)):
-            if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0', b'/usr/bin/srun\0')):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-
-@slow
-class LongStepTest(SlurmStepCase):
-    """What Slurm takes a minute or more for."""
-
-    def test_the_early_signal_lets_a_job_save_and_the_limit_ends_another_with_152(self):
-        self.allocate(minutes=3)
-        self.begin('trap "echo saved; exit 0" USR1; while :; do sleep 0.2; done',
-                   'trap : USR1; trap "exit 42" TERM; while :; do sleep 0.2; done', 'trap : USR1; while :; do sleep 0.2; done',
-                   config={'sigkill_headroom_seconds': 70, 'srun_termination_signal': 'USR1@40'})
-        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated')], self.ended(170))
-        self.assertEqual('saved\n', self.out(1))
-        self.assertIn("stopped: the runner's time is over", self.log())
-
-    def test_a_job_whose_slurmstepd_is_killed_goes_back_to_ready(self):
-        self.run_twice(lambda pid: os.kill(torc.find_ancestors(pid)[1], signal.SIGKILL), 'its slurmstepd was lost', 120)
 
 
 @slow
@@ -12946,45 +12377,17 @@ class SlurmStepTest(SlurmStepCase):
         self.assertEqual({f'wf1_j{number}_r1_a1' for number in range(1, 10)}, set(self.steps_of(self.job_id)))
         self.assertFalse(os.path.exists(self.world.path('torc_output', 'slurm_steps')))
 
-    def test_a_timeout_counts_from_the_start_of_the_step(self):
-        self.allocate(num_nodes=1)      # 800 MB: one waits in its srun for the other, by queue depth
-        self.begin({'command': 'sleep 1000', 'resource_requirements': 'big'}, {'command': 'sleep 1000', 'resource_requirements': 'big'},
-                   {'command': "trap 'exit 0' TERM; while :; do sleep 0.1; done", 'timeout': 3}, config={'timeout': 6}, words=('-j', 3))
-        self.assertEqual([(1, 1, 152, 'terminated'), (2, 1, 152, 'terminated'), (3, 1, 0, 'completed')], self.ended(120))
-        for row in self.world.cli('-f', 'json', 'results', 'list', 1).json()['items']:
-            self.assertGreaterEqual(row['exec_time_minutes'] * 60, 3 if row['job_id'] == 3 else 5.9, row)
-        self.assertEqual({}, self.live_steps())
-
-    def test_a_step_that_is_canceled_by_others_is_terminated_and_not_run_again(self):
-        self.allocate()
-        self.begin('echo $$ > pid; exec sleep 1000', 'echo ok')
-        self.pid_in('pid')
-        self.wait_slurm(lambda: 'wf1_j1_r1_a1' in self.live_steps(), 20, 'the step')
-        self.bed.ask('scancel', self.live_steps()['wf1_j1_r1_a1'])
-        self.assertEqual([(1, 1, 137, 'terminated'), (2, 1, 0, 'completed')], self.ended())
-        self.assertEnds('pid')
-        self.assertIn('its Slurm step was canceled (scancel)', self.log())
-
     def test_a_job_whose_srun_is_killed_goes_back_to_ready_and_its_step_is_gone(self):
-        self.run_twice(self.kill_srun, 'its srun was killed')
-
-    def test_a_step_that_finds_no_room_waits_for_it(self):
-        self.allocate(num_nodes=1)
-        words = ['srun', f'--jobid={self.job_id}', '--exact', '--ntasks=2', '--mem=10', '--gres=none', 'sleep', '4']
-        other = subprocess.Popen(words, env=self.world.environment, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.addCleanup(other.wait)
-        self.wait_slurm(self.live_steps, 20, 'the other step')
-        self.begin('echo ok')
-        self.assertEqual([(1, 1, 0, 'completed')], self.ended())
-
-    def test_a_canceled_workflow_cancels_its_steps(self):
         self.allocate()
-        self.begin('echo $$ > a; exec sleep 1000')
-        self.pid_in('a')
-        self.assertExit(0, self.world.cli('cancel', 1, '--no-prompts'))
-        self.ended()
-        self.assertEnds('a')
-        self.assertEqual({'j1': 'canceled'}, self.jobs())
+        self.begin('[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $$ > pid; exec sleep 1000')
+        self.pid_in('pid')
+        for pid in sorted(processes_with(self.world.mark)):     # both; the second one may have ended by itself by then
+            if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0', b'/usr/bin/srun\0')):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')], [row[:2] + row[3:] for row in self.ended()], self.progress())
+        self.assertEnds('pid')
+        self.assertIn('its srun was killed', self.log())
 
     def test_when_the_runner_is_killed_its_steps_die_within_seconds_on_all_nodes(self):
         self.allocate()
@@ -12999,48 +12402,6 @@ class SlurmStepTest(SlurmStepCase):
         self.assertEnds(*names)
         self.assertLess(time.monotonic() - began, 10)
         self.wait_slurm(lambda: not self.live_steps(), 20, 'the end of the steps')
-
-    def test_when_the_allocation_is_canceled_its_jobs_have_failed(self):
-        self.cancel_allocation('slurm', 'exec sleep 1000')
-
-    def test_as_processes_of_the_runner_they_have_too_also_a_shell_that_goes_on_when_its_program_was_signaled(self):
-        self.cancel_allocation('direct', 'sleep 1000; echo on')
-
-    def cancel_allocation(self, mode: str, sleep: str) -> None:
-        """Three jobs run in an allocation until it is canceled."""
-        self.spec(*(f'echo $$ > {number}; {sleep}' for number in (1, 2, 3)), config={'mode': mode})
-        command = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', 'w.json', '-p', '0.3')))
-        self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=3', '--mem=800', '-t', 5, '--no-requeue')
-        self.wait_slurm(lambda: all(map(self.world.read, '123')), 60, 'its jobs')
-        self.bed.ask('scancel', self.job_id)
-        self.wait_slurm(lambda: not self.live_allocations(), 40, 'its end')
-        self.runner = self.world.read('run.log')
-        self.assertEnds(*'123')
-        for name in ('j1', 'j2', 'j3'):
-            self.assertIn(f'failed {name} (return code -128): Slurm job {self.job_id} was canceled by a user', self.runner, self.progress())
-
-
-@slow
-class LostNodeStepTest(SlurmStepCase):
-    """What needs nodes for itself."""
-    is_alone = True
-
-    def test_a_job_that_loses_its_node_goes_back_to_ready_and_nothing_more_is_started_there(self):
-        self.allocate('--no-kill', '--nodelist=node2,node3')
-        self.addCleanup(self.bed.control, 'start-node', 'node3')
-        self.begin(*['[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $SLURMD_NODENAME > on.$TORC_JOB_ID; '
-                     '[ $SLURMD_NODENAME = node2 ] || exec sleep 1000; until [ -e go ]; do sleep 0.2; done'] * 8)
-        self.world.wait(lambda: all(self.world.read(f'on.{number}') for number in range(1, 9)), 60, 'all jobs', state=self.progress)
-        self.bed.control('kill-node', 'node3')
-        self.world.wait(lambda: 'lost its node' in self.log(), 90, 'the loss', [self.runner], self.progress)
-        self.world.write('go', '')
-        self.world.wait(lambda: self.log().count('Job completed') >= 8, 90, 'the jobs of node2', state=self.progress)
-        self.runner.send(signal.SIGINT)
-        ends = {row[0]: row[1:] for row in self.ended(90) if row[1] == 1}
-        self.assertEqual(sorted([(1, 0, 'completed')] * 4 + [(1, 137, 'terminated')] * 4), sorted(ends.values()), self.progress())
-        lost = {f'j{job_id}' for job_id, end in ends.items() if end[1]}
-        self.assertLessEqual({self.jobs()[name] for name in lost}, {'ready', 'completed'})
-        self.assertNotIn('node configuration is not available', self.log())
 
 
 # ======== 16f. Runner's accounting ========
@@ -13107,7 +12468,6 @@ class AccountingTest(PartTest):
         """)
 
     def start(self, **monitor: Any) -> None:
-        """An accounting of allocation 7."""
         self.clock.now = 1e6
         context = self.context(resource_monitor_config=monitor)
         context.allocation = types.SimpleNamespace(job_id='7')
@@ -13132,7 +12492,6 @@ class AccountingTest(PartTest):
         self.clock.now = until
 
     def begin(self, number: int) -> Any:
-        """A step starts."""
         attempt = self.attempt('running', number)
         attempt.step = self.steps[number] = torc.Step(self.world.path(f'wf1_j{number}_r1_a1'), math.inf, False)
         self.starter.running[attempt] = attempt.step
@@ -13140,7 +12499,6 @@ class AccountingTest(PartTest):
         return attempt
 
     def happen(self, word: str) -> None:
-        """One word of a scenario."""
         kind = re.match(r'(\d+)([=~:])(\w*)', word)
         if kind:
             number, mark, record = kind.groups()
@@ -13193,49 +12551,6 @@ class AccountingTest(PartTest):
         self.assertEqual((50, 1 << 20), tuple(round(first.step.usage.fields(120.0, 0.0, 0)[key]) for key in ('peak_cpu_percent', 'avg_memory_bytes')))
 
 
-@slow
-class StepFiguresTest(SlurmTest):
-    """From the steps of a runner to the results. NoAccountingTest is without an accounting, AccountingTest has more cases."""
-    SPEC = """
-        name: figures
-        resource_requirements: [{name: r, num_cpus: 1, memory: 300m, runtime: PT5M}]
-        resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}
-        execution_config: {mode: slurm}
-        jobs:
-          - {name: busy, command: 'exec %s -S busy.py', resource_requirements: r}
-          - {name: quick, command: "true", resource_requirements: r}
-          - {name: bad, command: exit 3, resource_requirements: r}
-        """
-    BUSY = ('import time\nx = bytearray(100 << 20)\n'     # CPU time, which it gets later on a busy machine
-            'while time.process_time() < 10:\n    sum(range(1000))\n')
-
-    def test_results_have_the_peaks_of_both_sources_and_the_average_of_sacct(self):
-        self.world.write('busy.py', self.BUSY)
-        self.world.write('w.yaml', self.SPEC % sys.executable)
-        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
-        variables = ' '.join(f'{name}={shlex.quote(value)}' for name, value in fakes.variables.items())
-        program = f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())}'
-        job_id = self.sbatch(f'exec env {variables} {program} run w.yaml > said 2>&1', '-N1', '-n4', '--mem=2000', '-t', 5)
-        self.wait_slurm(lambda: not self.live_allocations(), 120, 'the end')
-        items, stats = ({item['job_name']: item for item in self.assertExit(0, self.world.main('-f', 'json', *words, 1)).json()['items']}
-                        for words in (('results', 'list'), ('slurm', 'stats')))
-        self.assertEqual({'busy': 0, 'quick': 0, 'bad': 3}, {name: item['return_code'] for name, item in items.items()}, self.world.read('said'))
-        self.assertEqual(dict.fromkeys(items, job_id), {name: row['slurm_job_id'] for name, row in stats.items()})
-        busy, row = items['busy'], stats['busy']
-        known = self.steps_of(job_id)[f"wf1_j{busy['job_id']}_r1_a1"]
-        self.assertEqual((torc.parse_slurm_memory(known['MaxRSS']), torc.parse_slurm_cpu_time(known['AveCPU']), known['NodeList']),
-                         tuple(row[key] for key in ('max_rss_bytes', 'ave_cpu_seconds', 'node_list')))
-        self.assertGreaterEqual(busy['peak_memory_bytes'], row['max_rss_bytes'])
-        self.assertGreater(busy['avg_memory_bytes'], 100 << 20)
-        self.assertAlmostEqual(row['ave_cpu_seconds'] / busy['exec_time_minutes'] / 60 * 100, busy['avg_cpu_percent'])
-        self.assertLessEqual(len(fakes.calls('sacct')), 3 + 2 * busy['exec_time_minutes'])
-        self.assertEqual([], fakes.calls('squeue'))
-        path, = glob.glob(glob.escape(self.world.path('torc_output', 'resource_utilization')) + '/*.db')
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            samples = connection.execute('SELECT job_id, max(memory_bytes), num_processes FROM job_resource_samples').fetchone()
-        self.assertEqual((busy['job_id'], True, 1), (samples[0], samples[1] > 100 << 20, samples[2]))
-
-
 # ======== 16g. Runner's allocation ========
 
 def slurm_environment(**changes: Optional[str]) -> Dict[str, str]:
@@ -13254,7 +12569,6 @@ class AnsweringSlurm:
         self.calls = []             # type: List[List[str]]
 
     def ask(self, argv: Sequence[str]) -> Any:
-        """One call."""
         self.calls.append(list(argv))
         answer = self.answers.get(argv[2] if argv[0] == 'scontrol' else argv[0], '')
         return answer if isinstance(answer, torc.Reply) else torc.Reply(0, answer, '')
@@ -13285,13 +12599,7 @@ class OwnAllocationTest(unittest.TestCase):
 
     @staticmethod
     def sizes(found: Iterable[Any]) -> List[Tuple[int, int, str]]:
-        """CPUs, MiB and GPUs of nodes."""
         return [(size.num_cpus, size.memory_bytes >> 20, ','.join(size.devices)) for size in found]
-
-    def test_hints_do_not_name_the_copy_that_an_allocation_calls(self):
-        for path, name in (('/out/torc-0123456789ab/bin/torc', 'torc.py'), ('/home/u/bin/torc', 'torc'), ('./torc.py', 'torc.py')):
-            with unittest.mock.patch('sys.argv', [path, 'run']):
-                self.assertEqual(name, torc.program_name())
 
     def test_the_line_of_a_job_among_those_of_its_array(self):
         text = ('JobId=5 ArrayJobId=5 ArrayTaskId=3-9 JobState=PENDING x\nJobId=50 JobState=RUNNING x\n'
@@ -13380,7 +12688,6 @@ class AllocationPartsTest(PartTest):
     """What follows the end of a Slurm job, and what a runner works with in one."""
 
     def allocation(self, **fields: Any) -> Any:
-        """A context in a Slurm job."""
         context = self.context(**fields)
         context.allocation = torc.Allocation('5')
         context.allocation.node_names, context.allocation.own_index = ['n1', 'n2'], 0
@@ -13462,7 +12769,6 @@ class InAllocationTest(RunnerCase):
             return super().run_it(workflow_id, environment, **{**measured, **options})
 
     def allocate(self, *slurm_job_ids: int) -> None:
-        """Records of allocations of workflow 1."""
         scheduler = self.client.call('create_slurm_scheduler', {'workflow_id': 1, 'account': 'a', 'nodes': 1, 'walltime': '01:00:00'})
         for number in slurm_job_ids:
             self.client.call('create_scheduled_compute_node', {
@@ -13485,32 +12791,15 @@ class InAllocationTest(RunnerCase):
         self.assertEqual([{5: 'active', 71: 'pending', 72: 'pending', 0: 'pending'},
                           {5: 'complete', 71: 'canceled', 72: 'pending', 0: 'canceled'}], statuses)
         self.assertEqual([['--state=PENDING', '71']], [call.argv for call in self.fakes.calls('scancel')])
-        self.assertEqual(['cancel_unneeded_pending_allocations'], [event['data']['action'] for event in self.client.rows(
-            'list_events', workflow_id=1) if event['data'].get('category') == 'scheduler' and 'action' in event['data']])
         node, = self.client.rows('list_compute_nodes', workflow_id=1)
         self.assertEqual(('slurm', 4, 1, 2, 1, {'type': 'slurm', 'scheduler_id': 1, 'slurm_job_id': 5, 'slurm_node_id': 0,
                                              'slurm_task_pid': 77, 'restart_count': 0}),
                          tuple(node[key] for key in ('compute_node_type', 'num_cpus', 'num_nodes', 'num_gpus',
                                                      'scheduler_config_id', 'scheduler')))
-        self.assertIn('end_time', node)
         want = next(request['want'] for request in self.client.requests if request['want'])
         self.assertEqual((1, False, 1), (want['scheduler_config_id'], want['strict'], len(want['nodes'])))
         said = self.world.read('out/slurm_env_wf1_sl5_n0_pid77.log')
         self.assertEqual((True, False), ('SLURM_JOB_ID=5\n' in said, 'secret' in said))
-        for name in ('slurm_env_wf1_sl5_n0_pid77.log', 'job_runner_slurm_wf1_sl5_n0_pid77.log'):
-            self.assertEqual(0o600, os.stat(self.world.path('out', name)).st_mode & 0o777)
-
-    def test_a_signal_while_slurm_is_asked_at_the_end_ends_the_question_and_not_the_runner(self):
-        default = []        # type: List[int]  # signals that had the effect of before
-        self.addCleanup(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda number, _: default.append(number)))
-        self.create('true', execution_config={'mode': 'direct'})
-        self.allocate(5, 71)
-        self.fakes.write('squeue', f'env > "$fake/env"; kill -TERM {os.getpid()}; until test -e "$fake/over"; do sleep 0.05; done')
-        self.addCleanup(self.fakes.install, 'over', '')
-        outcome = self.run_it(env={'TORC_PASSWORD': 'secret'})
-        self.assertEqual((1, 'complete', None, []), (outcome.completed, outcome.reason, outcome.interrupted_by, default))
-        self.assertIn('Not done at the end: SIGTERM', self.world.read('out/job_runner_slurm_wf1_sl5_n0_pid77.log'))
-        self.assertNotIn('TORC_PASSWORD', read_text(self.fakes.path('env')))
 
     CANCELED = 'Slurm job 5 was canceled by a user or administrator'
     # How Slurm ends a job, by what sacct, and then scontrol, says, and whether it sends us SIGTERM -> the status and return
@@ -13565,65 +12854,40 @@ class InAllocationTest(RunnerCase):
 
 @slow
 class AllocationRunnerTest(SlurmTest):
-    """Runners in real Slurm jobs."""
+    """A runner in a real Slurm job."""
     SPEC = """
         name: w
         jobs:
-        - {name: "j{i}", command: "echo x >> ran_{i}; sleep 4", parameters: {i: "1:4"}, resource_requirements: s}
-        - {name: late, command: echo late, depends_on_regexes: [^j], resource_requirements: s, scheduler: second}
+        - {name: "j{i}", command: "echo x >> ran_{i}; exec sleep 20", parameters: {i: "1:4"}, resource_requirements: s}
+        - {name: late, command: echo late, depends_on_regexes: [^j], resource_requirements: s}
         resource_requirements: [{name: s, num_cpus: 1, memory: 50m, runtime: PT1M}]
-        slurm_schedulers:
-        - {name: first, account: wfacct, walltime: "00:05:00"}
-        - {name: second, account: wfacct, walltime: "00:05:00"}
-        - {name: idle, account: wfacct, walltime: "00:05:00", extra: --begin=now+1hour}
-        actions:
-        - &one {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler_type: slurm, scheduler: first}
-        - {<<: *one, num_allocations: 1}
-        - {<<: *one, scheduler: idle}
-        - {<<: *one, scheduler: second, trigger_type: on_jobs_ready, job_name_regexes: [^late]}
+        slurm_schedulers: [{name: first, account: wfacct, walltime: "00:05:00"}]
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler_type: slurm, scheduler: first}]
         execution_config: {sigkill_headroom_seconds: 20, staggered_start: false}
         """
 
-    def records(self) -> Dict[str, str]:
-        """Slurm job -> status of its record, while the database can be asked."""
-        done = self.world.cli('-f', 'json', 'scheduled-compute-nodes', 'list', 1)
-        return {} if done.code else {str(row['scheduler_id']): row['status'] for row in done.json()['items']}
+    def ask(self, *words: Any) -> Any:
+        """The JSON of a command, while the database can be asked."""
+        done = self.world.cli('-f', 'json', *words)
+        return {} if done.code else done.json()
 
     def statuses(self) -> Dict[str, int]:
-        """How many jobs have each status, while the database can be asked."""
-        done = self.world.cli('-f', 'json', 'status', 1)
-        counts = {} if done.code else done.json()['jobs_by_status']
-        return {name: count for name, count in counts.items() if count}
-
-    def test_allocations_share_the_embedded_server_submit_further_ones_and_cancel_what_is_left_without_work(self):
-        self.world.write('w.yaml', textwrap.dedent(self.SPEC))
-        self.assertExit(0, self.world.cli('submit', 'w.yaml'))
-        self.wait_slurm(lambda: not self.live_allocations(), 150, 'the end of all allocations')
-        self.assertEqual({'completed': 5}, self.statuses())
-        rows = {row.id: row.state for row in self.allocations()}
-        # On a busy machine one more may still be in the queue when the last job ends.
-        self.assertEqual((4, {'CANCELLED', 'COMPLETED'}), (len(rows), set(rows.values())))
-        num_completed = sum(state == 'COMPLETED' for state in rows.values())
-        self.assertGreaterEqual(num_completed, 2)
-        self.assertEqual({number: 'canceled' if state == 'CANCELLED' else 'complete' for number, state in rows.items()}, self.records())
-        for number in range(1, 5):
-            self.assertEqual(1, len(self.world.read(f'ran_{number}').split()))
-        output = glob.escape(self.world.path('torc_output'))
-        self.assertEqual(num_completed, len(glob.glob(output + '/slurm_env_wf1_sl*.log')))
+        """How many jobs have each status."""
+        return {name: count for name, count in self.ask('status', 1).get('jobs_by_status', {}).items() if count}
 
     def test_a_requeued_runner_goes_on_with_the_same_record_and_no_attempt_is_spent(self):
-        spec = textwrap.dedent(self.SPEC).replace('sleep 4', 'exec sleep 20')
-        lines = [line for line in spec.splitlines() if not re.search('idle|num_allocations', line)]
-        self.world.write('w.yaml', '\n'.join(lines))
+        self.world.write('w.yaml', textwrap.dedent(self.SPEC))
         self.assertExit(0, self.world.cli('submit', 'w.yaml'))
         job_id, = [row.id for row in self.live_allocations()]
-        self.wait_slurm(lambda: self.world.read('ran_1') if os.path.exists(self.world.path('ran_1')) else '', 60, 'the first job')
+        self.wait_slurm(lambda: os.path.exists(self.world.path('ran_1')), 60, 'the first job')
         self.bed.ask('scontrol', 'requeue', job_id)
-        self.wait_slurm(lambda: self.records().get(job_id) == 'pending', 30, 'its record to wait', self.records)
+        def status() -> Any:
+            return [row['status'] for row in self.ask('scheduled-compute-nodes', 'list', 1).get('items', []) if str(row['scheduler_id']) == job_id]
+        self.wait_slurm(lambda: status() == ['pending'], 30, 'its record to wait', status)
         self.assertEqual({'ready': 4, 'blocked': 1}, self.statuses())
         self.wait_slurm(lambda: not self.live_allocations(), 200, 'the end of all allocations')
         self.assertEqual({'completed': 5}, self.statuses())
-        results = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs')).json()['items']
+        results = self.ask('results', 'list', 1, '--all-runs')['items']
         self.assertEqual({('terminated', 1), ('completed', 2), ('completed', 1)}, {(row['status'], row['attempt_id']) for row in results})
 
 
@@ -13640,8 +12904,7 @@ class RunnerTest(RunnerCase):
         self.assertEqual((2, 1, True, 'complete'), (outcome.completed, outcome.failed, outcome.is_complete, outcome.reason))
         self.assertEqual(('a\nb\nc\n', [False]), (self.world.read('order'), self.nodes()))
         self.assertLess(outcome.wall_s, torc.MAX_WAIT_S - 5)    # nothing else would end it sooner
-        for words in ('Job runner starting workflow_id=1 ', ' execution_mode=Direct limit_resources=true', 'Job started workflow_id=1 job_id=1 run_id=1 ',
-                      'Job completed workflow_id=1 job_id=3 run_id=1 attempt_id=1 return_code=3 status=failed ', 'Workflow complete workflow_id=1'):
+        for words in ('Job started workflow_id=1 job_id=1 run_id=1 ', 'Job completed workflow_id=1 job_id=3 run_id=1 attempt_id=1 return_code=3 status=failed '):
             self.assertIn(words, self.log())
         path, = glob.glob(glob.escape(self.world.path('out')) + '/job_runner_*')
         self.assertEqual(0o600, stat.S_IMODE(os.stat(path).st_mode))
@@ -13740,21 +13003,6 @@ class RunnerTest(RunnerCase):
         self.assertEqual({'completed'}, set(self.statuses().values()))
         self.assertEqual({'5\n', '7\n'}, {self.stdio(number) for number in range(1, 7)})
 
-    def test_resources_are_never_oversubscribed(self):
-        job = {'command': 'mkdir lock_$$ && test $(ls -d lock_* | wc -l) -le 2 && sleep 0.05 && rmdir lock_$$', 'resource_requirements': 'big'}
-        self.create(*[job] * 8, resource_requirements=[{'name': 'big', 'num_cpus': 2, 'memory': '1g', 'runtime': 'PT1M'}])
-        self.assertEqual(8, self.run_it(num_cpus=4, memory_gb=8.0).completed)
-
-    def test_the_queue_strategy_counts_jobs_only(self):
-        job = {'command': 'mkdir lock_$$; until test $(ls -d lock_* | wc -l) = 4; do sleep 0.02; done', 'resource_requirements': 'big', }
-        self.create(*[job] * 4, resource_requirements=[{'name': 'big', 'num_cpus': 1, 'memory': '3g', 'runtime': 'PT1M'}])
-        self.assertEqual(4, self.run_it(num_cpus=1, max_parallel_jobs=4).completed)
-
-    def test_a_failure_without_a_rule_may_wait_for_a_decision(self):
-        self.create('exit 1', {'command': 'true', 'depends_on': ['j1']}, use_pending_failed=True, compute_node_wait_for_new_jobs_seconds=1)
-        self.assertFalse(self.run_it().is_complete)
-        self.assertEqual({'j1': 'pending_failed', 'j2': 'blocked'}, self.statuses())
-
     # -------- outages --------
 
     def test_lost_answers_change_nothing(self):
@@ -13837,23 +13085,28 @@ class RunnerTest(RunnerCase):
         self.assertEqual((6, None, []), (len(first['held']), first['want'], first['started']))
 
     def test_a_sleeper_stops_what_others_have_begun_again_before_anything_else(self):
-        self.create(self.WAITING.format(1) + '; echo over >> over', self.WAITING.format(2))
+        rule = {'exit_codes': [7], 'recovery_script': 'echo > recovering; exec sleep 1000'}
+        self.create(self.WAITING.format(1) + '; echo over >> over', self.WAITING.format(2), {'command': 'exit 7', 'failure_handler': 'h'},
+                    failure_handlers=[{'name': 'h', 'rules': [rule]}])
         def sleep_and_lose() -> None:
             self.world.write('go2', '')
             self.give_up()
-            self.client.call('retry_job', job_id=1, run_id=1, max_retries=3)
             self.add_node()
-            job, = self.client.call('claim_next_jobs', workflow_id=1, limit=5)['jobs']
-            self.client.call('start_job', job_id=job['id'], run_id=1, compute_node_id=2)
+            for number in (1, 3):
+                self.client.call('retry_job', job_id=number, run_id=1, max_retries=3)
+            for job in self.client.call('claim_next_jobs', workflow_id=1, limit=5)['jobs']:
+                self.client.call('start_job', job_id=job['id'], run_id=1, compute_node_id=2)
         def complete() -> None:
-            result = dict(completion_of(1, 1, 2), attempt_id=2)
-            self.client.call('complete_job', result, job_id=1, status='completed', run_id=1)
+            for number in (1, 3):
+                result = dict(completion_of(number, 1, 2), attempt_id=2)
+                self.client.call('complete_job', result, job_id=number, status='completed', run_id=1)
             self.world.write('go1', '')
-        self.at(lambda: list(self.statuses().values())[:2] == ['running'] * 2, lambda: self.sleep(sleep_and_lose))
+        self.at(lambda: list(self.statuses().values()) == ['running'] * 3 and self.world.read('recovering'), lambda: self.sleep(sleep_and_lose))
         self.at(lambda: any('stopped 1 job,' in text for text in self.progress.messages), complete)
-        outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
+        outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05, num_cpus=3)
         self.assertEqual((1, 0, 0), (outcome.completed, outcome.failed, outcome.terminated))
-        self.assertEqual([(1, 1, -128, 'failed'), (1, 2, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
+        self.assertEqual([(1, 1, -128, 'failed'), (1, 2, 0, 'completed'), (2, 1, 0, 'completed'), (3, 1, -128, 'failed'), (3, 2, 0, 'completed')],
+                         self.results())
         self.assertEqual(('1\n', ''), (self.world.read('ran1'), self.world.read('over')))
         self.assertIn('stopped 1 job, reset or given to other runners: j1', self.progress.messages)
 
@@ -13874,8 +13127,7 @@ class RunnerTest(RunnerCase):
 
     LOST = 'no more jobs are started until that is repaired'
     # What a job does to the output directory, what mends it, and what is said of it.
-    LOSSES = (('mv out away', 'mv away out', 'is gone'), ('rm -rf out', 'mkdir out', 'is gone'), ('mv out away; mkdir -m 777 out', 'rmdir out; mv away out', 'all users may write to'),
-              ('mv out away; touch out', 'rm out; mv away out', 'Not a directory'))
+    LOSSES = (('mv out away', 'mv away out', 'is gone'), ('mv out away; mkdir -m 777 out', 'rmdir out; mv away out', 'all users may write to'))
 
     @slow
     def test_without_its_output_directory_a_runner_starts_nothing_and_goes_on_when_it_is_back(self):
@@ -13894,14 +13146,7 @@ class RunnerTest(RunnerCase):
                 self.assertIn(words, said[0])
                 self.assertIn('can be written to again: jobs are started', said[1])
                 self.assertEqual([(job_id, 1, 0, 'completed') for job_id in range(1, 8)], self.results())
-                self.assertEqual(('' if cure == 'mkdir out' else 'still\n', '5\n'), (self.stdio(2), self.stdio(7)))
-
-    def test_a_recovery_script_runs_although_its_log_cannot_be_written(self):
-        rule = {'exit_codes': [7], 'recovery_script': 'echo lost; touch recovered; mkdir out'}
-        self.create({'command': 'test -e recovered || { rm -rf out; exit 7; }', 'failure_handler': 'fix'},
-                    failure_handlers=[{'name': 'fix', 'rules': [rule]}])
-        self.assertTrue(self.run_it().is_complete)
-        self.assertEqual([(1, 1, 7, 'failed'), (1, 2, 0, 'completed')], self.results())
+                self.assertEqual(('still\n', '5\n'), (self.stdio(2), self.stdio(7)))
 
     @slow
     def test_a_quota_or_no_room_for_processes_stops_claims_until_a_try_succeeds(self):
@@ -13973,11 +13218,9 @@ class OfflineDrainTest(RunnerCase):
         return self.real_call(op, *arguments, **params)
 
     def has(self, *names: str) -> bool:
-        """Whether jobs have made all these files."""
         return all(os.path.exists(self.world.path(name)) for name in names)
 
     def go(self, *numbers: int) -> None:
-        """Let jobs go on."""
         for number in numbers:
             self.world.write(f'go{number}', '')
 
@@ -14008,13 +13251,8 @@ class OfflineDrainTest(RunnerCase):
         ('exit 5', (), {'failure_handlers': [HANDLER]}, {}, ('failed', 5), {'retry': True, 'recovering': None}),
         ('sleep 60', (signal.SIGTERM,), {'execution_config': TIMES}, {}, ('terminated', 143), {'interrupted': True}),
         ("while :; do sleep 0.05; done", (signal.SIGINT, signal.SIGINT), {}, {}, ('terminated', 137), {'interrupted': True}),
-        ('sleep 60', (signal.SIGTERM,), {'compute_node_wait_for_healthy_database_minutes': 20}, {}, ('terminated', 143), {'interrupted': True}),
         ('sleep 60', (), {'execution_config': TIMES}, {'lasts_s': 5}, ('terminated', 152), {}),
-        ('sleep 60', (), {'execution_config': TIMES, 'compute_node_wait_for_healthy_database_minutes': 20}, {'lasts_s': 5}, ('terminated', 152), {}),
         ('sleep 60', (), {'execution_config': TIMES}, {'drains': False}, ('terminated', 143), {}),
-        ("exec python3 -c 'x = bytearray(200 << 20); import time; time.sleep(60)'", (), {
-            'resource_requirements': [{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}],
-            'resource_monitor': {'sample_interval_seconds': 1}}, {}, ('failed', 137), {}),
     )
 
     def test_however_a_job_ends_without_the_server_its_end_is_kept(self):
@@ -14024,17 +13262,15 @@ class OfflineDrainTest(RunnerCase):
                 self.setUp()
                 ignores = "trap '' TERM; " if len(signals) == 2 else ''
                 more = {'failure_handler': 'h'} if 'failure_handlers' in workflow else {}
-                more.update({'resource_requirements': 'r'} if 'resource_requirements' in workflow else {})
                 self.create(dict({'command': f'{ignores}{self.UNTIL.format(1)}; {command}'}, **more), **dict(self.NO_WINDOW, **workflow))
                 waiting = list(signals)
                 self.asked = lambda: self.go(1) or waiting and os.kill(os.getpid(), waiting.pop())
-                options, began = dict(options), time.monotonic()
+                options = dict(options)
                 if 'lasts_s' in options:
                     options['end_time'] = time.time() + options.pop('lasts_s')
                 self.run_offline(**options)
-                self.assertEqual({1: end}, self.ends())
+                self.assertEqual(({1: end}, False), (self.ends(), self.has('recovered')))
                 self.assertEqual(words, {key: self.entries()[1]['torc_py'].get(key) for key in words})
-                self.assertEqual((False, True), (self.has('recovered'), time.monotonic() - began < 30))
 
     def test_an_outage_beyond_lease_and_idle_limit_ends_no_run(self):
         self.create(self.UNTIL.format(1), {'command': 'touch ran2', 'depends_on': ['j1']}, compute_node_wait_for_new_jobs_seconds=2)
@@ -14054,12 +13290,8 @@ class OfflineDrainTest(RunnerCase):
         path, = glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')
         self.assertEqual((path, self.world.path('out'), 1), tuple(error.details[key] for key in ('journal', 'base_dir', 'run_id')))
         self.assertEqual(f'nobody there\n2 jobs that ended meanwhile, kept in {path}', error.message)
-        self.assertEqual(['no answer from the server, trying again: nobody there', f'what ends while the server is away is kept in {path}'],
-                         [text for text in self.progress.messages if 'no job is started' not in text])
-        self.assertEqual((False, False), (self.has('ran3'), self.has('out/action')))
-        self.assertEqual([True], [node['is_active'] for node in self.client.rows('list_compute_nodes', workflow_id=1)])
-        for words in ('entering offline-drain mode', 'Journaled completion (offline) workflow_id=1 job_id=1 run_id=1', 'Offline drain complete: 2 jobs'):
-            self.assertIn(words, self.log())
+        self.assertIn(f'what ends while the server is away is kept in {path}', self.progress.messages)
+        self.assertEqual((False, False, [True]), (self.has('ran3'), self.has('out/action'), self.nodes()))
         left, = torc.read_journal(path)[2]
         self.assertEqual((1, socket.gethostname(), os.getpid()), tuple(left[key] for key in ('compute_node_id', 'hostname', 'pid')))
         self.assertEqual({1: ('completed', 0), 2: ('failed', 3)}, self.ends())
@@ -14078,31 +13310,6 @@ class OfflineDrainTest(RunnerCase):
         self.assertEqual(signal.SIGTERM, self.run_it().interrupted_by)
         self.assertEqual(([({1: ('terminated', 143)}, False)], [(1, 1, 143, 'terminated')]), (seen, self.results()))
 
-    def test_what_waits_for_its_recovery_script_is_not_begun_anew_by_whoever_reads_its_journal_and_its_veto_counts(self):
-        script = 'touch recovering; until test -e recovered; do sleep 0.01; done; exit 1'
-        self.create({'command': f'{self.UNTIL.format(1)}; exit 5', 'failure_handler': 'h'}, self.UNTIL.format(2),
-                    failure_handlers=[{'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': script}]}], **self.NO_WINDOW)
-        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
-        said = []       # type: List[Any]
-        def replay() -> None:
-            answer = self.real_call('replay_completions', {'run_id': 1, 'completions': list(self.entries().values())}, workflow_id=1)
-            said.append(([row['message'] for row in answer['rejected']], answer['accepted']))
-        def asked() -> None:
-            self.go(1)
-            if 1 in self.ends() and not said:
-                replay()
-                self.world.write('back', '')
-        def after(number: int) -> None:
-            if self.has('recovering') and len(said) == 1:
-                replay()
-                self.world.write('recovered', '')
-                self.go(2)
-        self.asked, self.client.after = asked, after
-        self.run_it(ping_interval_s=0.2)
-        waits = ['the recovery script of job 1 (j1) is still to end: compute node 1, at work as far as is known, reports it then']
-        self.assertEqual([(waits, [])] * 2, said)
-        self.assertEqual([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], self.results())
-
     def test_what_an_action_has_done_is_kept_and_it_is_not_carried_out_again(self):
         for jobs, kept in ((('true', self.UNTIL.format(1)), '1 job and '), (('true',), '')):
             self.setUp()
@@ -14118,48 +13325,6 @@ class OfflineDrainTest(RunnerCase):
             self.assertTrue(self.run_it().is_complete)
             self.assertEqual('x\n', self.world.read('out/acted'))
             self.assertEqual([True], [action['executed'] for action in self.client.call('get_workflow_actions', workflow_id=1)])
-
-    def test_a_runner_that_has_reported_all_leaves_without_a_journal_when_its_server_is_away(self):
-        self.create('true', **self.NO_WINDOW)
-        self.client.rows = lambda op, **params: self.real_call(op, **params)['items']
-        self.is_away = lambda: bool(self.client.requests) and self.results() != []
-        error = self.run_offline()
-        self.assertEqual((3, 'nobody there\nnothing is left to be reported', {}), (error.exit, error.message, error.details))
-        self.assertFalse(self.has('out/offline_journal'))
-
-    def test_a_runner_does_not_leave_with_what_it_has_in_memory_alone_unless_it_is_stopped(self):
-        for cure in ('the server', 'the disk', 'none'):
-            with self.subTest(cure=cure):
-                self.setUp()
-                self.world.write('out/offline_journal', 'in the way')
-                self.create(self.UNTIL.format(1), **self.NO_WINDOW)
-                self.is_away, tries = (lambda: self.has('ran1') and not self.has('back')), []   # type: Any, List[bool]
-                def asked() -> None:
-                    self.go(1)
-                    tries.append(any('in memory only' in message for message in self.progress.messages))
-                    if sum(tries) == 3:
-                        {'the server': lambda: self.world.write('back', ''), 'none': lambda: os.kill(os.getpid(), signal.SIGTERM),
-                         'the disk': lambda: os.unlink(self.world.path('out/offline_journal'))}[cure]()
-                self.asked = asked
-                if cure == 'the server':
-                    self.assertEqual((1, [(1, 1, 0, 'completed')]), (self.run_it(ping_interval_s=0.2).completed, self.results()))
-                else:
-                    said = self.run_offline().message.partition('\n')[2]
-                    lost = 'these ends could not be reported, nor kept on disk: j1'
-                    self.assertEqual((cure == 'none', {} if cure == 'none' else {1: ('completed', 0)}), (said == lost, self.ends()))
-
-    def test_the_journal_of_an_earlier_outage_has_all_in_the_end(self):
-        self.create(*map(self.UNTIL.format, (1, 2)), **self.NO_WINDOW)
-        self.is_away = lambda: self.has('ran1', 'ran2') and self.has('back') == self.has('again')
-        self.asked = lambda: self.world.write('back', '') if 1 in self.ends() else self.go(1)
-        def after(number: int) -> None:
-            if self.has('back') and self.results() and not self.has('again'):
-                self.world.write('again', '')
-                self.go(2)
-        self.client.after = after
-        self.run_offline(poll_interval_s=0.1)
-        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, self.ends())
-        self.assertEqual(1, len(glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')))
 
 
 class LeavingTest(RunnerCase):
@@ -14191,12 +13356,42 @@ class LeavingTest(RunnerCase):
                 self.assertLess(outcome.wall_s, 30)      # not after the next poll
                 self.assertGreater(len(self.client.requests), 10 * has_other)
 
-    @slow
-    def test_with_the_queue_strategy_the_last_minutes_are_not_waited_for(self):
-        self.create('sleep 4', 'true', compute_node_min_time_for_new_jobs_seconds=3600)
-        outcome = self.run_it(max_parallel_jobs=1, end_time=time.time() + 3603.5)
-        self.assertEqual(('deadline', {'j1': 'completed', 'j2': 'ready'}), (outcome.reason, self.statuses()))
-        self.assertRegex('\n'.join(self.progress.messages), 'leaving: no job is started when less than 3600 s are left of its 360[0-3] s')
+    # After so many seconds without work, or since the last end of a job here, and what the server says -> why the runner leaves.
+    IDLE = rows_of("""
+        limit  idle  since_end  pending  ignores  persistent  says       reason
+        90     89    never      0        no       no          -          -
+        90     90    never      0        no       no          -          idle
+        90     90    90         0        no       no          -          idle
+        90     500   119        1        no       no          -          -
+        90     500   120        1        no       no          -          idle
+        90     500   never      1        no       no          -          idle
+        0      9999  never      0        no       no          -          -
+        90     90    never      0        yes      no          -          idle
+        90     9999  never      0        no       yes         -          -
+        90     1     1          0        no       no          complete   complete
+        90     1     1          0        yes      no          complete   -
+        90     1     1          0        no       no          canceled   cancel
+        90     1     1          0        no       no          stuck      stuck
+        90     1     1          0        no       yes         stuck      -
+        """)
+
+    def test_a_runner_leaves_at_the_moment_that_the_page_names_and_not_before_the_server_knows_of_the_last_end(self):
+        for row in self.IDLE:
+            with self.subTest(row), FakeClock().set() as clock:
+                runner = self.runner(self.create('true', compute_node_wait_for_new_jobs_seconds=int(row['limit']),
+                                                 compute_node_ignore_workflow_completion=row['ignores'] == 'yes'),
+                                     is_persistent=row['persistent'] == 'yes')
+                says, link, look = row['says'], runner.link, runner.shutdown.look
+                link.answer = {'is_complete': says == 'complete', 'is_canceled': says == 'canceled', 'unfinished': 3,
+                               'claimable': says != 'stuck', 'pending_actions': int(row['pending'])}
+                link.worked_at = clock.now - float(row['idle'])
+                link.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
+                link.sent_at = link.ended_at
+                look()
+                self.assertEqual(row['reason'] if says in ('complete', 'canceled') else '', runner.context.leaving)
+                link.sent_at = clock.now
+                look()
+                self.assertEqual(row['reason'], runner.context.leaving)
 
     @slow
     def test_ends_by_the_deadline_are_told_apart_and_come_not_before_the_times_of_the_page(self):
@@ -14230,9 +13425,24 @@ class LeavingTest(RunnerCase):
         for job_id, least_s in ((1, 1), (2, 3), (3, 2)):
             self.assertGreaterEqual(rows[job_id]['exec_time_minutes'] * 60, least_s)
 
-    def test_a_cancellation_gives_jobs_the_same_time_to_save_their_work(self):
-        self.create("trap 'sleep 0.3; echo saved; exit 0' TERM; echo > ready; while :; do sleep 0.02; done",
-                    execution_config={'mode': 'direct', 'sigterm_lead_seconds': 25})
+    @slow
+    def test_what_cannot_start_in_time_goes_back_and_so_do_jobs_of_an_answer_after_the_end_of_claims(self):
+        self.create('until [ -e go ]; do sleep 0.02; done', 'true', execution_config={'mode': 'direct'})
+        runner = self.runner(poll_interval_s=0.05, claim_backoff_max_s=0.05, num_cpus=1)
+        runner.policy.mean_s, runner.dispatcher.may_claim = 0.01, True      # jobs are known as short ones
+        self.turn_until(runner, j1='running', j2='claimed')
+        self.assertEqual(runner.policy.stale_at(), runner.dispatcher.due())
+        with unittest.mock.patch.object(torc, 'STALE_AHEAD_S', 0.0):
+            self.turn_until(runner, j1='running')
+        self.world.wait(lambda: runner.turn() or self.statuses() == {'j1': 'running', 'j2': 'ready'}, 10, 'what went back')
+        runner.policy.mean_s = 0.01
+        self.at(lambda: self.client.requests[-1]['want'], lambda: setattr(runner.context, 'leaving', 'idle'))
+        self.world.wait(lambda: runner.turn() or runner.context.leaving and self.statuses()['j2'] == 'ready' and not runner.link.has_updates,
+                        10, 'what went back at the end')
+
+    def test_a_cancellation_gives_jobs_the_same_time_to_save_their_work_and_the_signal_that_they_want(self):
+        self.create("trap 'sleep 0.3; echo saved; exit 0' INT; echo > ready; while :; do sleep 0.02; done",
+                    execution_config={'mode': 'direct', 'sigterm_lead_seconds': 25, 'termination_signal': 'SIGINT'})
         self.client.before = lambda number: os.path.exists(self.world.path('ready')) and self.client.call('cancel_workflow', workflow_id=1)
         outcome = self.run_it(poll_interval_s=0.05)
         self.assertEqual((1, True, 'cancel', 'saved\n'), (outcome.canceled, outcome.is_canceled, outcome.reason, self.stdio()))
@@ -14244,19 +13454,6 @@ class LeavingTest(RunnerCase):
         self.run_it(poll_interval_s=0.05)
         self.assertEqual([True, False, True, True], [os.path.exists(self.world.path('out', name)) for name in 'abcd'])
         self.assertIn('Action failed: stopped with its runner before command 2', self.log())
-
-    def test_termination_is_logged_in_the_words_of_the_page(self):
-        self.create("trap '' INT; while :; do sleep 0.02; done", "trap 'exit 0' INT; echo > ready; while :; do sleep 0.02; done",
-                    execution_config={'mode': 'direct', 'termination_signal': 'SIGINT', 'sigterm_lead_seconds': 1})
-        self.interrupt_when('ready')
-        self.run_it(poll_interval_s=0.05)
-        lines = [line.split(' ', 1)[1] for line in self.log().splitlines()]
-        wanted = ['INFO Jobs terminating workflow_id=1 count=2', 'INFO Job SIGINT workflow_id=1 job_id=1',
-                  'INFO Job SIGINT workflow_id=1 job_id=2', 'INFO Waiting 1s for graceful termination before SIGKILL']
-        begin = lines.index(wanted[0])
-        self.assertEqual(wanted, lines[begin:begin + 4])
-        killed, = [line for line in lines if 'Job SIGKILL' in line]
-        self.assertRegex(killed, r'^INFO Job SIGKILL workflow_id=1 job_id=1 pid=\d+$')
 
     # Signals, one right after the other; within which time two are one -> how a job ends that saves its work.
     PAIRS = ((signal.SIGTERM, signal.SIGHUP, 0.0, 0), (signal.SIGHUP, signal.SIGHUP, 0.0, 0), (signal.SIGXCPU, signal.SIGXCPU, 0.0, 0),
@@ -14282,34 +13479,6 @@ class LeavingTest(RunnerCase):
         outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
         self.assertEqual((1, None), (outcome.completed, outcome.interrupted_by))
         self.assertFalse(int(self.stdio().split()[1], 16) & 1 << signal.SIGHUP - 1)
-
-    @slow
-    def test_what_was_interrupted_runs_again_with_all_of_its_retries_and_progress_is_that_of_all_jobs(self):
-        command = 'echo $TORC_ATTEMPT_ID >> ran; test -e again && exit 10; echo > ready; sleep 1000'
-        self.create({'command': command, 'failure_handler': 'fix'}, {'command': 'true', 'depends_on': ['j1']}, 'true',
-                    failure_handlers=[{'name': 'fix', 'rules': [{'exit_codes': [10], 'max_retries': 2}]}])
-        self.interrupt_when('ready', also=lambda: self.progress.counts.get('done'))
-        outcome = self.run_it(poll_interval_s=0.05)
-        self.assertEqual((signal.SIGINT, 1, []), (outcome.interrupted_by, outcome.terminated, outcome.failed_jobs))
-        self.assertEqual({'j1': 'ready', 'j2': 'blocked', 'j3': 'completed'}, self.statuses())
-        events = [event['data'] for event in self.client.rows('list_events', workflow_id=1)]
-        self.assertEqual(['j1: stopped: the runner was interrupted by SIGINT'],
-                         [data['message'] for data in events if data.get('event_type') == 'job_terminated'])
-        self.world.write('again', '')
-        self.client.after, self.progress = lambda number: None, Watcher()
-        self.assertEqual((1, '1\n2\n3\n'), (self.run_it().failed, self.world.read('ran')))
-        self.assertEqual((3, 1), (self.progress.first['total'], self.progress.first['done']))
-        self.assertEqual({'total': 3, 'done': 3, 'running': 0, 'failed': 1, 'canceled': 1, 'unfinished': 0, 'completed': 1, 'oldest_s': 0.0}, self.progress.counts)
-
-    @slow
-    def test_what_ended_by_itself_before_the_interruption_has_failed(self):
-        wait = 'do sleep 0.01; done'
-        left_behind = f'trap "" TERM; : > trapped; while kill -0 $1 2>/dev/null; {wait}; : > ready; while :; {wait}'
-        self.create(f"bash -c '{left_behind}' - $$ & while test ! -e trapped; {wait}; exit 3", {'command': 'true', 'depends_on': ['j1']})
-        self.interrupt_when('ready')    # the job is over; of it only what it has left behind lives
-        outcome = self.run_it(poll_interval_s=0.05, claim_backoff_max_s=0.05)
-        self.assertEqual((signal.SIGINT, 1), (outcome.interrupted_by, outcome.failed))
-        self.assertEqual(([(1, 1, 3, 'failed')], {'j1': 'failed', 'j2': 'canceled'}), (self.results(), self.statuses()))
 
     def test_a_job_that_dies_with_its_runners_signal_was_interrupted_and_else_it_has_failed(self):
         for has_signal in (True, False):
@@ -14370,7 +13539,6 @@ class LookTest(unittest.TestCase):
 
     @staticmethod
     def row(status: str = 'active', **more: Any) -> Dict[str, Any]:
-        """A row of the survey."""
         return dict({'id': 3, 'slurm_job_id': 17, 'status': status, 'cluster': '', 'age_s': None}, **more)
 
     def look(self, row: Dict[str, Any], out: str = '', code: int = 0, err: str = '', cluster: str = '') -> Any:
@@ -14416,14 +13584,6 @@ class LookTest(unittest.TestCase):
             with self.subTest(doubt):
                 self.assertEqual(([doubt], {}, [0, 0]), (seen.doubts, seen.gone, list(seen.alive.values())))
         self.assertEqual([17], list(self.look(self.row(cluster='c'), gone, cluster='c').gone))
-
-    def test_without_an_account_squeue_alone_counts(self):
-        for code, why in ((0, 'sacct does not know it'), (1, 'sacct cannot be asked: sacct: error: down')):
-            self.assertEqual([{'slurm_job_id': 17, 'reason': f'Slurm lists job 17 no longer, and {why}', 'is_interrupted': False}],
-                             torc.evidence_of(self.judge('', code=code), 0.0))
-        for account in ('', '17|RUNNING|0:0|Unknown|UID|me'):       # the accounting is late
-            row, = torc.evidence_of(self.judge(account, out='17|CANCELLED|1700000000\n'), 1700000060.0)
-            self.assertEqual((False, 60.0), (row['is_interrupted'], row['ended_s']))
 
 
 # ======== 17a. Diagnosis ========
@@ -14677,7 +13837,6 @@ class WatchRecordTest(ServiceTest):
         """)
 
     def act(self, word: str) -> None:
-        """One word of a scenario."""
         if word == 'look':
             self.watcher = torc.Watcher({}, json.loads(json.dumps(self.watcher.counted)), self.clock)
             last = self.watcher.last_result
@@ -14822,14 +13981,11 @@ class WatcherTest(unittest.TestCase):
 
     def test_slurm_is_asked_once_a_minute_at_most_and_only_if_there_is_something_to_ask_for(self):
         watcher, looks = self.watcher('schedule'), []
-        for second in range(600):
-            found = self.step(watcher, float(second), '1 ready', '1 pending')
-            if found[0] == 'look':
+        for second in range(180):
+            if self.step(watcher, float(second), '1 ready', '1 pending')[0] == 'look':
                 looks.append(second)
-                watcher.on_look(float(second), ['squeue failed: Socket timed out'])
-            else:       # which is no evidence
-                self.assertEqual(('wait', 'squeue failed: Socket timed out', 0), found)
-        self.assertEqual(list(range(0, 600, 60)), looks)
+                watcher.on_look(float(second), ['squeue failed: Socket timed out'])     # which is no evidence
+        self.assertEqual(([0, 60, 120], 'squeue failed: Socket timed out'), (looks, watcher.next_step(179.0).reason))
         for said in (('1 ready', ''), ('1 running', '1 nodes'), ('1 failed', '')):
             self.assertNotEqual('look', self.step(watcher, 1000.0, *said, had_allocations=False)[0], said)
         # Whose runner is gone; runners whose allocations are over, or so it seems.
@@ -14847,33 +14003,23 @@ class WatcherTest(unittest.TestCase):
         self.assertEqual({'wait'}, {self.step(keeper, 0.0, '1 ready')[0] for _ in range(5)})
 
     def test_what_slurm_refuses_is_tried_again_at_growing_intervals_and_given_up_after_the_sixth_time(self):
-        for options, count, last in (('always', 7, 'schedule'), ('schedule', 5, 'end')):
-            watcher, now = self.watcher(options), self.NOW
-            for pause_s in (60, 120, 240, 480, 960, 1800, 1800)[:count]:
-                self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
-                watcher.on_no_submission('sbatch: no')
-                self.assertEqual(('wait', 'no allocations: sbatch: no', 0), self.step(watcher, now + pause_s - 1, '2 ready'))
-                now += pause_s
-            self.step(watcher, now, '2 ready')
+        watcher, now = self.watcher('schedule'), self.NOW
+        for pause_s in (0, 60, 120, 240, 480, 960):
+            now += pause_s
+            self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
             watcher.on_no_submission('sbatch: no')
-            self.assertEqual(last, self.step(watcher, now + 1800, '2 ready')[0])
+            self.assertEqual('end' if pause_s == 960 else 'wait', self.step(watcher, now + 1, '2 ready')[0])
+            self.assertIn('no allocations: sbatch: no', watcher.next_step(now + 1).reason)
         watcher.on_look(now + 1800, [])
         self.step(watcher, now + 1800, '9 ready', '1 active')      # what was refused beside others may be taken without
         self.assertEqual('schedule', self.step(watcher, now + 1800, '9 ready')[0])
-
-    def test_what_slurm_refuses_beside_other_allocations_is_tried_again_soon_and_stays_stranded(self):
-        for failure, pauses in (('sbatch: no', (60, 120, 240, 480, 960, 1800, 1800)), ('', (1800, 1800))):
-            watcher, now = self.watcher('schedule', began_at=self.NOW - 7200), self.NOW
-            watcher.on_look(math.inf, [])
-            for pause_s in (0, *pauses):
-                if pause_s:
-                    self.assertEqual('wait', self.step(watcher, now + pause_s - 1, '1 ready', '1 active')[0])
-                now += pause_s
-                self.assertEqual('count', self.step(watcher, now, '1 ready', '1 active')[0])
-                watcher.unplanned = [1]
-                self.assertEqual('schedule', watcher.next_step(now).name)
-                watcher.on_no_submission(failure)
-                self.assertEqual('wait', watcher.next_step(now).name)
+        watcher = self.watcher('schedule', began_at=self.NOW - 7200)
+        watcher.on_look(math.inf, [])
+        for failure, pause_s in (('sbatch: no', 60), ('sbatch: no', 120), ('', 1800)):      # beside others, where jobs are stranded
+            self.step(watcher, self.NOW, '1 ready', '1 active')
+            watcher.on_no_submission(failure)
+            found = [self.step(watcher, self.NOW + after_s, '1 ready', '1 active')[0] for after_s in (pause_s - 1, pause_s)]
+            self.assertEqual(['wait', 'count'], found)
 
     def test_a_recovery_that_was_refused_is_not_tried_again_in_the_same_run(self):
         watcher = self.watcher('recover')
@@ -14881,18 +14027,6 @@ class WatcherTest(unittest.TestCase):
         watcher.on_recovered('the hook said no')
         self.assertEqual(('end', 'what failed is not run again: the hook said no', 1), self.step(watcher, 0.0, '1 failed'))
         self.assertEqual('recover', self.step(watcher, 0.0, '1 failed', run_id=101)[0])
-
-    def test_the_command_of_the_user_hears_of_ends_and_of_what_lasts(self):
-        for options, failures, said, events in (
-                ('plain', 0, '2 ready', ['', 'stuck']), ('keep', 0, '2 ready', ['', 'stuck', 'stuck']), ('once', 0, '2 ready', ['stuck']),
-                ('always', 1, '2 ready', ['', '']), ('always', torc.SCHEDULE_FAILURES, '2 ready', ['stuck']),
-                ('plain', 0, '2 completed', ['complete']), ('plain', 0, '1 failed', ['failed']), ('recover', 0, '1 failed', [''])):
-            watcher = self.watcher(options)
-            watcher.num_failures, watcher.asked_at, found = failures, self.NOW, []
-            for _ in events:
-                self.step(watcher, self.NOW, said)
-                found.append(watcher.next_step(self.NOW).event)
-            self.assertEqual(events, found, (options, said))
 
 
 # ======== 18. Remote ========
