@@ -17973,7 +17973,7 @@ class WatchTest(CommandTest):
             $ watch 1 --once -> 2: cannot write the log {log}: ...give another place with --output-dir
             % rmdir {log}
             $ workflows init 1 -> 0: Run it with
-            $ watch 1 --once -> 1: nobody is at work, and jobs are left: 2 ready
+            $ watch 1 --once -> 1: nobody is at work, and jobs are left: 2 ready...to go on: torc.py run 1
             $ watch 1 -p 0.05 -> 1: nobody is at work, and jobs are left: 2 ready
             $ watch 1 --once --persistent -> 1: jobs are left: 2 ready
             $ cancel 1 --no-prompts -> 0: Canceled workflow 1
@@ -18038,6 +18038,12 @@ class WatchTest(CommandTest):
         self.make(self.PLAIN)
         with unittest.mock.patch.object(torc.fcntl, 'flock', side_effect=OSError(errno.ENOSYS, 'Function not implemented')):
             self.assertExit(1, self.world.main('watch', 1, '--once'), 'cannot be locked (Function not implemented): see that nobody')
+
+    def test_a_database_that_others_have_is_not_waited_for_without_end(self):
+        self.make(self.PLAIN + 'compute_node_wait_for_healthy_database_minutes: 0\n')
+        with unittest.mock.patch.object(torc.Client, 'travels', True), unittest.mock.patch.object(      # as one in an allocation
+                torc.Supervision, 'poll', side_effect=[torc.Conflict('another command has it'), KeyboardInterrupt]):
+            self.assertExit(4, self.world.main('watch', 1, '-p', 0.01), 'given up: another command has it')
 
     @slow
     def test_a_server_that_stays_away_is_given_up_when_the_window_is_over(self):
