@@ -24597,9 +24597,9 @@ class Heading(Row):
 
 
 def table_cells(headings: Sequence[Heading], items: Iterable[Dict[str, Any]]) -> List[List[Any]]:
-    """Objects -> rows of cells."""
-    return [[heading.show(item.get(heading.key) if heading.key else item) for heading in headings]
-            for item in items]
+    """Objects -> rows of cells, None where an object has no value."""
+    return [[heading.show(value) if value is not None else None for heading in headings
+             for value in [item.get(heading.key) if heading.key else item]] for item in items]
 
 
 def format_list(headings: Iterable[Heading], items: Sequence[Dict[str, Any]], form: str,
@@ -24659,9 +24659,8 @@ def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]], form: str 
 
 
 CSV_VALUES = {      # cells that are Torc's there, and in tables easier to read
-    'exec_time_minutes': lambda value: '' if value is None else f'{value:.2f}',
-    'duration_seconds': lambda value: '' if value is None else f'{value:.1f}s',
-    'peak_memory_bytes': lambda value: '' if value is None else report_memory(value).replace(' ', '')}
+    'exec_time_minutes': '{:.2f}'.format, 'duration_seconds': '{:.1f}s'.format,
+    'peak_memory_bytes': lambda value: report_memory(value).replace(' ', '')}
 # How texts begin that spreadsheets take for formulas (OWASP, "CSV Injection"; tabs and line ends
 # are escapes then).
 FORMULA_STARTS = frozenset('=+-@\uff1d\uff0b\uff0d\uff20')
@@ -25932,18 +25931,13 @@ def format_running_time(job: Dict[str, Any]) -> str:
     return format_elapsed(max(0.0, time.time() - parse_time(job['start_time'])))
 
 
-def or_blank(show: Callable[[Any], str]) -> Callable[[Any], str]:
-    """A cell that stays empty where there is no value."""
-    return lambda value: '' if value is None else show(value)
-
-
-show_percent, show_memory = or_blank('{:.1f}%'.format), or_blank(format_memory)
+show_percent = '{:.1f}%'.format
 
 
 def peak_and_average(name: str, show: Callable[[Any], str]) -> Callable[[Dict[str, Any]], str]:
     """A cell made of two keys of a compute node: 'peak / average'."""
-    peak, average = f'peak_{name}', f'avg_{name}'
-    return lambda node: '' if node.get(peak) is None else f'{show(node[peak])} / {show(node.get(average))}'
+    return lambda node: ' / '.join(show(node[key]) for key in (f'peak_{name}', f'avg_{name}')
+                                   if node.get(key) is not None)
 
 
 def inner_value(key: str, inner: str, default: str = '') -> Callable[[Dict[str, Any]], Any]:
@@ -25955,10 +25949,10 @@ def inner_value(key: str, inner: str, default: str = '') -> Callable[[Dict[str, 
 SHOWN_VALUES = {
     **dict.fromkeys(('timestamp', 'timestamp_formatted', 'executed_at', 'completion_time', 'start_time',
                      'start_ms'), format_local_time),
-    'st_mtime': or_blank(lambda value: format_local_time(format_time(value))),
-    'exec_time_minutes': or_blank(lambda value: format_seconds(value * 60)),
-    'duration_seconds': or_blank(format_elapsed),
-    **dict.fromkeys(('peak_memory_bytes', 'max_rss_bytes', 'max_vm_size_bytes'), show_memory),
+    'st_mtime': lambda value: format_local_time(format_time(value)),
+    'exec_time_minutes': lambda value: format_seconds(value * 60),
+    'duration_seconds': format_elapsed,
+    **dict.fromkeys(('peak_memory_bytes', 'max_rss_bytes', 'max_vm_size_bytes'), format_memory),
     **dict.fromkeys(('peak_cpu_percent', 'cpu_percent'), show_percent),
     'memory_mb': lambda value: format_memory(value * MEGABYTE), 'max_walltime_secs': format_walltime,
 }
@@ -25976,7 +25970,7 @@ SHOWN_OBJECTS = {
     '(message)': lambda event: format_cell(inner_value('data', 'message')(event) or event.get('data')),
     '(slurm job)': inner_value('scheduler', 'slurm_job_id'),
     '(cpu)': peak_and_average('cpu_percent', show_percent),
-    '(memory)': peak_and_average('memory_bytes', show_memory),
+    '(memory)': peak_and_average('memory_bytes', format_memory),
     '(gpus)': lambda node: f"{node['gpus_per_node'] or ''} {node['gpu_type'] or ''}".strip(),
 }
 
@@ -31230,7 +31224,8 @@ class Terminal:
         signs = SIGNS if screen.is_unicode else {row.name: row.symbol for row in STATUSES}
         for title, wanted, key in self.shown.parts:
             width, show = wanted or max(1, room - left), SHOWN_VALUES.get(key, lambda value: value)
-            shown = TERMINAL_CELLS.get(key) or (lambda row, key=key, show=show: show(row.get(key)))
+            shown = TERMINAL_CELLS.get(key) or (
+                lambda row, key=key, show=show: None if row.get(key) is None else show(row[key]))
             title += order[not self.sort['reverse_sort']] if self.sort.get('sort_by') == key else ''
             screen.put(2, left, title, screen.curses.A_UNDERLINE, width)
             for number, row in enumerate(self.items):
