@@ -26291,8 +26291,6 @@ def cmd_workflows_list(session: Session, args: Arguments) -> Listing:
 
 def cmd_update_action(session: Session, args: Arguments) -> Answer:
     """Change keys of an action's configuration; what is not given stays. Options win over --json."""
-    if not isinstance(args['json'], (dict, type(None))):
-        raise BadInput('--json requires an object, such as \'{"num_allocations": 2}\'')
     changes = dict(args['json'] or {}, **given(args, 'workflow_id', 'action_id', 'json'))
     require_changes(session, changes)
     action = session.call('update_workflow_action', changes, workflow_id=args['workflow_id'],
@@ -32863,7 +32861,7 @@ COMMANDS = (
         Argument('--num-allocations', 'N', 'how many allocations', at_least(0)),
         Argument('--start-one-worker-per-node', 'BOOL', 'true or false', parse_truth),
         Argument('--max-parallel-jobs', 'N', 'run at most N jobs at a time', at_least(1)),
-        Argument('--json', 'OBJECT', 'keys and values, as JSON', parse_json)),
+        Argument('--json', 'OBJECT', 'keys and values, as JSON', parse_object)),
         'workflows update-action 1 1 --num-allocations 2'),
     Command('workflows delete-action',
         deletes('delete_workflow_action', 'action {action_id}',
