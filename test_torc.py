@@ -14351,6 +14351,8 @@ class TableTest(unittest.TestCase):
                 (torc.format_json_document({'a': 'é'}, True), '{\n  "a": "\\u00e9"\n}\n'),
                 (torc.format_json_document({'a': 'é\x9b\u202e'}, is_line=True), '{"a":"é\\u009b\\u202e"}\n'),
                 ([torc.format_seconds(6.71), torc.format_seconds(70)], ['6.7s', '1m 10s']),
+                (torc.table_cells(torc.headings_of('C=cpu_percent, M=max_rss_bytes'), [{'cpu_percent': 99.49999, 'max_rss_bytes': 1 << 20}, {}]),
+                 [['99.5%', '1.0MB'], [None, None]]),
                 ([torc.format_rate(*pair) for pair in ((964, 10), (1, 20), (1, 7200))], ['96.4 jobs/s', '3.0 jobs/min', '0.5 jobs/h'])):
             self.assertEqual(expected, found)
 
@@ -15796,10 +15798,11 @@ class UsedResourcesTest(CommandTest):
 
     @slow
     def test_what_the_monitor_has_sampled_is_drawn_at_the_end(self):
-        outcome = self.assertExit(0, self.world.main('exec', '-c', 'sleep 1.2', '--monitor', 'time-series', '--generate-plots', '-i', 1))
+        until_sampled = 'until ls torc_output/resource_utilization/*_wf${TORC_WORKFLOW_ID}_*.db; do sleep 0.1; done'
+        outcome = self.assertExit(0, self.world.main('exec', '-c', until_sampled, '--monitor', 'time-series', '--generate-plots', '-i', 1))
         self.assertIn('Plots: torc_output/resource_utilization/wf2_r1_job_5.html and ', outcome.err)
         self.assertIn('Job 5: job1', self.world.read('torc_output/resource_utilization/wf2_r1_job_5.html'))
-        self.world.write('series.yaml', 'name: s\njobs: [{name: a, command: sleep 1.2}]\nresource_monitor:\n  sample_interval_seconds: 1\n'
+        self.world.write('series.yaml', f'name: s\njobs: [{{name: a, command: "{until_sampled}"}}]\nresource_monitor:\n  sample_interval_seconds: 1\n'
                          '  generate_plots: true\n  jobs: {granularity: time_series}\n')
         outcome = self.assertExit(0, self.world.main('run', 'series.yaml'))
         self.assertIn('Plots: torc_output/resource_utilization/wf3_r1_job_', outcome.err)
