@@ -25003,7 +25003,6 @@ class Progress:
         self.clock = clock
         self.started_at = clock()
         self.shown_at = float('-inf')   # when the last line of progress was written
-        self.counts: Dict[str, int] = {}
         self.has_lines = form != 'none'     # of progress, too, not only of what happens
         self.tick_s = 1.0 if is_bar else MAX_WAIT_S     # how often on_turn() is wanted
         self.first_done: Optional[int] = None   # jobs that were done before we started: no part of the rate
@@ -26569,13 +26568,11 @@ def cmd_jobs_create_from_file(session: Session, args: Arguments) -> Answer:
         raise BadInput(f"{args['file']} holds no command: write one on each line")
     taken = frozenset(session.call('get_dependency_graph', workflow_id=workflow_id)['job_names'])
     free = (number for number in itertools.count(len(taken) + 1) if f'job{number}' not in taken)
-    wanted = {'num_cpus': args['cpus_per_job'], 'memory': args['memory_per_job'],
-              'runtime': args['runtime_per_job']}
-    wanted.update(workflow_id=workflow_id, name=f'from_file_{len(taken) + 1}')
-    needs = session.call('create_resource_requirements', wanted)['id']
+    needs = session.call('create_resource_requirements', {
+        'workflow_id': workflow_id, 'name': f'from_file_{len(taken) + 1}', 'num_cpus': args['cpus_per_job'],
+        'memory': args['memory_per_job'], 'runtime': args['runtime_per_job']})['id']
     jobs = [{'workflow_id': workflow_id, 'name': f'job{number}', 'command': command,
-             'resource_requirements_id': needs}
-            for number, command in zip(free, commands)]
+             'resource_requirements_id': needs} for number, command in zip(free, commands)]
     for start in range(0, len(jobs), MAX_LIST_ITEMS):
         session.call('create_jobs', {'jobs': jobs[start:start + MAX_LIST_ITEMS]})
     message = f"Successfully created {counted(len(jobs), 'job')} from file"
