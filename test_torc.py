@@ -6415,8 +6415,8 @@ class ListTest(LiveTest):
 
 # ======== 10. State files ========
 
-# A key and three self-signed certificates of it: for localhost, for another name, and one that has expired. The
-# first two are good until 2099. They guard nothing: everybody may read them here.
+# A key and two self-signed certificates of it, for localhost and for another name, good until 2099. They guard nothing:
+# everybody may read them here.
 
 def pem(kind: str, text: str) -> str:
     """A file of base64, as OpenSSL writes it (RFC 7468)."""
@@ -6436,12 +6436,7 @@ TLS_CERTIFICATES = {name: pem('CERTIFICATE', text) for name, text in (
         MIIBXjCCAQOgAwIBAgIBAjAKBggqhkjOPQQDAjAQMQ4wDAYDVQQDDAVvdGhlcjAgFw0yMDAxMDEwMDAwMDBaGA8yMDk5MDEwMTAwMDAwMFowEDEOMAwGA1UE
         AwwFb3RoZXIwWTATBgcqhkjOPQIBBggqhkjOPQMBBwNCAARYzXMGHmlEU0xj2BavS1Df87qjI2Ecb3bCSYn0U/T+Y/QtcN8W+lEqOohQ1b1KC4NL0kBNV4dZ
         IIAva7ic4ZaCo0wwSjAYBgNVHREEETAPgg1vdGhlci5leGFtcGxlMA8GA1UdEwEB/wQFMAMBAf8wHQYDVR0OBBYEFPK0Xy720p9UvuaC3jlcL5Vm1I7cMAoG
-        CCqGSM49BAMCA0kAMEYCIQD/RMi34oG82BjxaUSoSNnLZPZy/A8lSJNfL1n0dvvBtAIhAJZCAO6lrCee1fmCla7kaP4Rl8rcaMCKezIazbfL0yQl'''),
-    ('expired', '''
-        MIIBYTCCAQegAwIBAgIBAzAKBggqhkjOPQQDAjASMRAwDgYDVQQDDAdleHBpcmVkMB4XDTIwMDEwMTAwMDAwMFoXDTIxMDEwMTAwMDAwMFowEjEQMA4GA1UE
-        AwwHZXhwaXJlZDBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABFjNcwYeaURTTGPYFq9LUN/zuqMjYRxvdsJJifRT9P5j9C1w3xb6USo6iFDVvUoLg0vSQE1X
-        h1kggC9ruJzhloKjTjBMMBoGA1UdEQQTMBGCCWxvY2FsaG9zdIcEfwAAATAPBgNVHRMBAf8EBTADAQH/MB0GA1UdDgQWBBTytF8u9tKfVL7mgt45XC+VZtSO
-        3DAKBggqhkjOPQQDAgNIADBFAiEAvFi6F4SFkH/xnsX6roqXkgiWQrNKkR1cfwz48JmFfoUCIDjxCBw5Vhksvk44AD5sK5eMl1wR7PQIpPaVkalgWooI'''))}
+        CCqGSM49BAMCA0kAMEYCIQD/RMi34oG82BjxaUSoSNnLZPZy/A8lSJNfL1n0dvvBtAIhAJZCAO6lrCee1fmCla7kaP4Rl8rcaMCKezIazbfL0yQl'''))}
 
 
 class Tls:
@@ -6577,25 +6572,16 @@ class StateFilesTest(WorldTest):
     def test_what_another_user_has_put_beside_a_database_is_an_error_with_the_cure(self) -> None:
         with tempfile.TemporaryDirectory() as place:
             os.chmod(place, 0o1777)
-            database = os.path.join(place, 'torc.db')
-            spec = write_file(place, 'spec.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
-            ways = {'serve': ('serve', '-d', database, '-p', 0), 'create': ('--db', database, 'create', spec),
-                    'run': ('--db', database, 'run', spec, '-o', os.path.join(place, 'home of 65533', 'out'))}
-            for name, text, mode, way in (
-                    ('.connection', '', 0o600, 'run'), ('.connection', '', 0o600, 'create'), ('.connection', '{"url": 1}', 0o666, 'serve'),
-                    ('.token', 'x', 0o644, 'serve'), ('.memory', '{}', 0o600, 'serve'), ('.memory', '{}', 0o600, 'create'),
-                    ('-wal', 'x' * 9000, 0o666, 'run'), ('-journal', 'x' * 9000, 0o644, 'create'),
-                    ('.rescued', 'rubbish', 0o644, 'create')):     # what another user says of a loss is passed over
+            database, spec = os.path.join(place, 'torc.db'), write_file(place, 'spec.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+            ways = {'serve': ('serve', '-d', database, '-p', 0), 'create': ('--db', database, 'create', spec)}
+            for name, text, mode, way, code in (
+                    ('.connection', '', 0o600, 'create', 4), ('.connection', '{"url": 1}', 0o666, 'serve', 2), ('.token', 'x', 0o644, 'serve', 4),
+                    ('.memory', '{}', 0o600, 'serve', 4), ('-wal', 'x' * 9000, 0o666, 'create', 4), ('-journal', 'x' * 9000, 0o644, 'create', 4)):
                 with self.subTest(name, way=way):
                     path = write_file(place, 'torc.db' + name, text)
                     os.chmod(path, mode)
                     os.chown(path, 65532, 65532)
-                    outcome = main_as(65533, place, *ways[way])
-                    if name == '.rescued':
-                        self.assertExit(0, outcome)
-                        continue
-                    self.assertExit(2 if (name, way) == ('.connection', 'serve') else 4, outcome)
-                    self.assertIn(f'{path} ', outcome.err.replace(name + ':', name + ' '))
+                    outcome = self.assertExit(code, main_as(65533, place, *ways[way]), path)
                     self.assertIn('belongs to user 65532: give another place with --db, or have it removed', outcome.err)
                     for left in glob.glob(glob.escape(database) + '*'):
                         os.unlink(left)
@@ -6604,31 +6590,26 @@ class StateFilesTest(WorldTest):
         token, other = self.database + '.token', self.world.path('other')
         torc.keep_token(other)
         for kind, lay, text in (
-                ('others may write it', lambda path: os.chmod(shutil.copy(other, path), 0o620), 'not a private file'),
-                ('others may read it', lambda path: os.chmod(shutil.copy(other, path), 0o640), 'not a private file'),
-                ('it has two names', lambda path: os.link(other, path), 'not a private file'),
-                ('a link', lambda path: os.symlink(other, path), 'cannot read'),
-                ('a pipe', lambda path: os.mkfifo(path, 0o600), 'not a private file'),
-                ('no token', lambda path: torc.write_atomically(path, b'short'), 'holds no token'), ('nothing', str, 'not found: TORC_TOKEN_FILE')):
+                ('others may read it', lambda: os.chmod(shutil.copy(other, token), 0o640), 'not a private file'),
+                ('it has two names', lambda: os.link(other, token), 'not a private file'), ('a link', lambda: os.symlink(other, token), 'cannot read'),
+                ('a pipe', lambda: os.mkfifo(token, 0o600), 'not a private file'),
+                ('no token', lambda: torc.write_atomically(token, b'short'), 'holds no token'), ('nothing', str, 'not found: TORC_TOKEN_FILE')):
             with self.subTest(kind):
-                lay(token)
+                lay()
                 self.assertRaisesRegex(torc.TorcError, text, torc.read_token, token)
                 os.path.lexists(token) and os.unlink(token)
 
     def test_a_directory_that_others_may_change_is_refused(self) -> None:
         place = self.world.path('shared', 'torc.db')
         os.mkdir(os.path.dirname(place))
-        for mode, is_good in ((0o700, True), (0o755, True), (0o2775, True), (0o777, False), (0o757, False), (0o1777, True)):
+        for mode in (0o700, 0o2775, 0o1777):
             os.chmod(os.path.dirname(place), mode)
-            with self.subTest(mode=oct(mode)):
-                if is_good:
-                    torc.prepare_database_directory(place)
-                else:
-                    self.assertRaisesRegex(torc.Denied, 'chmod o-w', torc.prepare_database_directory, place)
+            torc.prepare_database_directory(place)
+        for mode in (0o777, 0o757):
+            os.chmod(os.path.dirname(place), mode)
+            self.assertRaisesRegex(torc.Denied, 'chmod o-w', torc.prepare_database_directory, place)
         torc.prepare_database_directory(self.world.path('new', 'er', 'torc.db'))
         self.assertEqual(0o700, os.stat(self.world.path('new', 'er')).st_mode & 0o777)
-        self.world.write('file', '')
-        self.assertRaisesRegex(torc.BadInput, 'cannot make the directory', torc.prepare_database_directory, self.world.path('file', 'torc.db'))
 
     def test_a_damaged_file_names_the_cure(self) -> None:
         for name, texts in (('.connection', ('', '{', '[]', '{"url": 1}')), ('.memory', ('{}', '{"path": "x", "database": 1}'))):
@@ -6677,9 +6658,12 @@ class LeaseTest(WorldTest):
         return False
 
     def test_one_holds_it_until_it_gives_it_back(self) -> None:
-        first, second = self.lease(), self.lease()
+        self.world.write('torc.db', '')
+        copy, first, second = self.world.write('copy/torc.db', ''), self.lease(), self.lease()
         first.take()
-        self.assertEqual(0o600, os.stat(self.database + '.lease').st_mode & 0o777)
+        shutil.copy(first.path, copy + '.lease')        # one that came with a copy is not heeded
+        torc.Lease(copy, lambda: self.now).take()
+        self.assertRaises(torc.Conflict, torc.Lease(copy, lambda: self.now).take)
         self.assertRaisesRegex(torc.Conflict, rf'process {os.getpid()} on host \S+ \(.*\.lease\): .* `torc.py serve --takeover`', second.take)
         first.release()
         second.take()
@@ -6781,7 +6765,7 @@ class LeaseTest(WorldTest):
     def test_its_holder_looks_once_a_period_and_ends_when_it_is_lost_or_may_be(self) -> None:
         lease = self.lease()
         lease.take()
-        for wait_s, is_touched in ((9, False), (2, True), (9, False), (11, True)):
+        for wait_s, is_touched in ((9, False), (2, True), (100, True)):
             os.utime(lease.path, (5, 5))
             self.now += wait_s
             lease.renew()
@@ -6791,22 +6775,10 @@ class LeaseTest(WorldTest):
             lease.renew()
             self.now += 10
             self.assertRaisesRegex(torc.Conflict, 'could not be renewed.*Input/output error', lease.renew)
-        self.now += 100
-        lease.renew()       # after a long pause, too, if nobody has it
-        os.rename(lease.path, self.database + '.x')
-        lease.renew()
+        os.unlink(lease.path)
         self.assertRaisesRegex(torc.Conflict, 'was removed, so that others', lease.renew, True)
         self.lease().take()
         self.assertRaisesRegex(torc.Conflict, 'another server has taken the database over: ', lease.renew, True)
-
-    def test_one_that_came_with_a_copy_is_not_heeded(self) -> None:
-        self.world.write('torc.db', '')
-        copy = self.world.write('copy/torc.db', '')
-        self.lease().take()
-        shutil.copy(self.database + '.lease', copy + '.lease')
-        torc.Lease(copy, lambda: self.now).take()
-        self.assertRaises(torc.Conflict, torc.Lease(copy, lambda: self.now).take)
-        self.assertRaises(torc.Conflict, self.lease().take)
 
     def test_a_database_on_a_network_file_system_has_one_and_a_commit_that_took_longer_is_not_acknowledged(self) -> None:
         with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
@@ -6872,32 +6844,25 @@ class ProcessLifeTest(unittest.TestCase):
 
     def test_only_pid_and_start_time_prove_life_and_what_cannot_be_read_proves_nothing(self) -> None:
         host, boot, own = socket.gethostname(), torc.read_boot_id(), os.getpid()
-        ticks, namespace, process = torc.read_process_start_ticks(own), torc.read_pid_namespace(), torc.describe_process()
+        ticks, namespace = torc.read_process_start_ticks(own), torc.read_pid_namespace()
         need('proc', ticks, 'start times of processes')
         child = subprocess.Popen([sys.executable, '-c', ''])
         self.addCleanup(child.wait)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        for case, runner, expected in (
-                ('this one', (host, own, f'{boot}/{ticks}'), True),
-                ('its number is used again', (host, own, f'{boot}/{ticks + 1}'), False),
-                ('before a reboot', (host, own, f'x/{ticks}'), False),
-                ('on another host', ('elsewhere', own, f'{boot}/{ticks}'), None),
-                ('with our pids', (host, own, f'{boot}/{ticks}/{namespace}'), True),
-                ('its number is used again here', (host, own, f'{boot}/{ticks + 1}/{namespace}'), False),
-                ('in a container with pids of its own', (host, own, f'{boot}/{ticks + 1}/1'), None),
-                ('in a container, before a reboot', (host, own, f'x/{ticks + 1}/1'), False),
-                ('nobody has said', (host, own, ''), None), ('a number alone', (host, own, f'{boot}/0'), None),
-                ('a number alone, not in use', (host, 2 ** 22 + 1, f'{boot}/0'), False),
-                ('no system has such a number', (host, 2 ** 40, f'{boot}/{ticks}'), False),
-                ('a digit that is none', (host, own, f'{boot}/²/²'), None)):
+        for case, where, pid, word, expected in (
+                ('this one', host, own, f'{boot}/{ticks}', True), ('its number is used again', host, own, f'{boot}/{ticks + 1}', False),
+                ('before a reboot', host, own, f'x/{ticks}', False), ('on another host', 'elsewhere', own, f'{boot}/{ticks}', None),
+                ('with our pids', host, own, f'{boot}/{ticks}/{namespace}', True),
+                ('its number is used again here', host, own, f'{boot}/{ticks + 1}/{namespace}', False),
+                ('in a container with pids of its own', host, own, f'{boot}/{ticks + 1}/1', None),
+                ('in a container, before a reboot', host, own, f'x/{ticks + 1}/1', False),
+                ('nobody has said', host, own, '', None), ('a number alone', host, own, f'{boot}/0', None),
+                ('a number alone, not in use', host, 2 ** 22 + 1, f'{boot}/0', False), ('no number at all', host, own, f'{boot}/²/²', None)):
             with self.subTest(case):
-                self.assertIs(expected, torc.node_lives(*runner))
-        # It is hidden, or no descriptor is left.
-        with unittest.mock.patch.object(torc, 'read_process_start_ticks', lambda pid: 0):
+                self.assertIs(expected, torc.node_lives(where, pid, word))
+        with unittest.mock.patch.object(torc, 'read_process_start_ticks', lambda pid: 0):       # it is hidden, or no descriptor is left
             self.assertIsNone(torc.node_lives(host, own, f'{boot}/{ticks}'))
-            self.assertIs(False, torc.node_lives(host, 2 ** 22 + 1, f'{boot}/{ticks}'))
         self.assertIsNot(True, torc.node_lives(host, child.pid, f'{boot}/{ticks}'), 'a zombie')
-        self.assertEqual((True, False), (torc.process_lives(process), torc.process_lives(dict(process, pid=None))))
 
 
 class ServerFilesTest(StoryTest):
@@ -6916,8 +6881,7 @@ class ServerFilesTest(StoryTest):
                 database = self.world.write(name, '')
                 stack.enter_context(torc.connection_file(torc.ServerOptions(database), ['http://127.0.0.1:1/x'], 'the id of ' + name))
                 found, client = connection_of(database), torc.Client()
-                self.assertEqual((os.getpid(), 'http://127.0.0.1:1/x', database + '.token'), (found['pid'], found['url'], found['token_file']))
-                self.assertEqual((database, found), (client.database, client.server))
+                self.assertEqual((database, found, database + '.token'), (client.database, client.server, found['token_file']))
                 self.assertEqual([0o600, 0o600, 0o700], [os.stat(path).st_mode & 0o777 for path in (
                     database + '.connection', torc.registration_path(), torc.state_directory())])
             first.close()
@@ -6950,29 +6914,18 @@ class ServerFilesTest(StoryTest):
         self.register('b.db')
         self.assertRaisesRegex(torc.Unreachable, 'the server of .*a.db at .* has ended, or was killed\n', client.open)
 
-    def test_who_has_used_a_server_finds_it_again_in_another_environment(self) -> None:
-        self.world.serve()
-        with contextlib.closing(self.world.connect()) as client, unittest.mock.patch.dict('os.environ', XDG_STATE_HOME=self.world.path('elsewhere')):
-            client.close()
-            self.assertEqual([], list(client.pages('list_workflows')))
-
-    def test_what_cannot_be_known_forgets_no_server_and_what_is_not_ours_leads_nowhere(self) -> None:
-        patch, dead = unittest.mock.patch, {'start_ticks': 1}
-        own, there = (os.path.abspath(torc.EMBEDDED_DATABASE), ''), (self.world.path('a.db'), 'a.db')
-        for case, more, surroundings, expected in (
-                ('it lives', {}, contextlib.ExitStack(), there), ('it was killed', dead, contextlib.ExitStack(), there),
-                ("another user's", {}, patch('os.geteuid', lambda: 12345), own),
-                ('in a state directory that is closed', {}, patch('os.lstat', side_effect=PermissionError), own)):
+    def test_a_killed_server_is_not_forgotten_and_another_user_s_leads_nowhere(self) -> None:
+        own, there = os.path.abspath(torc.EMBEDDED_DATABASE), self.world.path('a.db')
+        for case, more, uid, expected in (('it lives', {}, os.geteuid(), there), ('it was killed', {'start_ticks': 1}, os.geteuid(), there),
+                                          ("another user's", {}, 12345, own)):
             path = self.register('a.db', **more)
-            with self.subTest(case):
-                with surroundings:
-                    client = torc.Client()
-                    self.assertEqual(expected, (client.database, client.server.get('server_id', '')))
-                self.assertTrue(os.path.exists(path))
-        torc.write_atomically(path, b'{')       # is an error to who needs it
+            with self.subTest(case), unittest.mock.patch('os.geteuid', lambda: uid):
+                self.assertEqual(expected, torc.Client().database)
+            self.assertTrue(os.path.exists(path))
+        torc.write_atomically(path, b'{')
         self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.Client)
-        self.assertEqual('', torc.other_database(self.world.path('b.db')))
 
+    @slow
     def test_a_server_that_cannot_be_registered_serves_all_the_same(self) -> None:
         self.world.write(torc.state_directory(), '')
         self.play('''
@@ -6980,9 +6933,6 @@ class ServerFilesTest(StoryTest):
             $ --db my.db ping -> 0
             $ ping -> 4: not found, and no server''')
         self.assertIn(f'commands find it with --db {self.words["quoted"]}\n', self.world.server.out)
-        self.play('$ serve -d other.db --port 0 --daemon -> 0: commands find it with --db')
-        os.kill(int(self.outcome.out.rpartition('to stop it: kill ')[2]), signal.SIGTERM)
-        self.world.wait(lambda: not os.path.exists(self.world.path('other.db.connection')), 10, 'its end')
 
 
 # ======== 10a. Framing ========
@@ -7065,79 +7015,18 @@ class ServedTest(WorldTest):
 class FramingTest(unittest.TestCase):
     """Heads of requests, as pure text."""
 
-    def test_a_head_is_cut_into_its_parts(self) -> None:
-        head = torc.parse_head(b'POST /a%20b?x=1&y=2 HTTP/1.1\r\nHost: h:1\r\nX-Odd:\r\nContent-LENGTH:  12 ')
-        self.assertEqual(('POST', '/a%20b', 'x=1&y=2', 12, True), (head.method, head.path, head.query, head.length, head.keeps_alive))
-        self.assertEqual({'host': 'h:1', 'x-odd': '', 'content-length': '12'}, head.fields)
-
-    def test_who_keeps_the_connection(self) -> None:
-        for line, fields, keeps in (('1.1', '', True), ('1.1', 'Connection: close', False), ('1.1', 'Connection: Keep-Alive', True),
-                                    ('1.0', '', False), ('1.0', 'Connection: keep-alive', True), ('1.1', 'Connection: Close, TE', False)):
-            with self.subTest(line=line, fields=fields):
-                data = f'GET / HTTP/{line}' + (f'\r\n{fields}' if fields else '')
-                self.assertEqual(keeps, torc.parse_head(data.encode()).keeps_alive)
-
     def test_what_is_not_plain_http_is_refused_with_its_status(self) -> None:
-        cases = (
-            (400, 'GET /'), (400, 'GET / HTTP/2.0'), (400, 'get / HTTP/1.1'), (400, 'GET  / HTTP/1.1'), (400, 'GET http://h/ HTTP/1.1'),
-            (400, 'GET /\xe9 HTTP/1.1'), (400, 'PRI * HTTP/2.0'), (400, 'OPTIONS * HTTP/1.1'), (400, 'GET / HTTP/1.1 '),
-            (400, 'GET / HTTP/1.1\r\nno colon'), (400, 'GET / HTTP/1.1\r\nblank before : 1'), (400, 'GET / HTTP/1.1\r\na: 1\r\n folded'),
-            (400, 'GET / HTTP/1.1\r\n: nameless'), (400, 'GET / HTTP/1.1\r\na: nul\0'), (400, 'GET / HTTP/1.1\r\na: bare\ncr: 1'),
-            (400, 'GET / HTTP/1.1\r\na: bare\rcr: 1'), (400, 'GET / HTTP/1.1\r\nhost: a\r\nHOST: b'),
-            (400, 'GET / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 1'), (400, 'GET / HTTP/1.1\r\ncontent-length: -1'),
-            (400, 'GET / HTTP/1.1\r\ncontent-length: +1'), (400, 'GET / HTTP/1.1\r\ncontent-length: 1, 1'),
-            (400, 'GET / HTTP/1.1\r\ncontent-length: 0x10'), (400, 'GET / HTTP/1.1\r\ncontent-length: 99999999999'),
-            (400, 'GET / HTTP/1.1\r\ncontent-length: \xb2'), (400, 'GET / HTTP/1.1\r\ncontent-length:'),
-            (501, 'POST / HTTP/1.1\r\ntransfer-encoding: chunked'), (501, 'POST / HTTP/1.1\r\ncontent-length: 3\r\nTransfer-Encoding: x'),
-            (431, 'GET / HTTP/1.1' + '\r\na: 1' * 101))
-        for status, text in cases:
+        lines = ('GET /', 'GET / HTTP/2.0', 'get / HTTP/1.1', 'GET  / HTTP/1.1', 'GET http://h/ HTTP/1.1', 'GET /\xe9 HTTP/1.1', 'PRI * HTTP/2.0',
+                 'OPTIONS * HTTP/1.1', 'GET / HTTP/1.1 ')
+        fields = ('no colon', 'blank before : 1', 'a: 1\r\n folded', ': nameless', 'a: nul\0', 'a: bare\ncr: 1', 'a: bare\rcr: 1', 'host: a\r\nHOST: b',
+                  'content-length: 1\r\nContent-Length: 1', 'content-length: -1', 'content-length: +1', 'content-length: 1, 1',
+                  'content-length: 0x10', 'content-length: 99999999999', 'content-length: \xb2', 'content-length:')
+        for status, text in [(400, line) for line in lines] + [(400, f'GET / HTTP/1.1\r\n{field}') for field in fields] + [
+                (501, 'POST / HTTP/1.1\r\ntransfer-encoding: chunked'), (501, 'POST / HTTP/1.1\r\ncontent-length: 3\r\nTransfer-Encoding: x'),
+                (431, 'GET / HTTP/1.1' + '\r\na: 1' * 101)]:
             with self.subTest(text=text[:60]), self.assertRaises(torc.BadInput) as caught:
                 torc.parse_head(text.encode('latin-1'))
             self.assertEqual(status, caught.exception.http, text[:60])
-
-    def test_an_answer_is_one_piece_and_not_to_be_cached_framed_or_sniffed(self) -> None:
-        self.assertEqual(
-            b'HTTP/1.1 200 OK\r\nx-content-type-options: nosniff\r\nx-frame-options: DENY\r\ncache-control: no-store\r\n'
-            b'content-type: application/json\r\ncontent-length: 2\r\n\r\n{}', torc.format_answer(200, b'{}'))
-        self.assertNotIn(b'content-type:', torc.format_answer(200, b''))
-
-
-class SignerTest(unittest.TestCase):
-    """Signatures of requests and answers."""
-
-    def setUp(self) -> None:
-        self.ours, self.theirs = torc.Signer(b'T' * 43, 'id', torc.uptime_s()), torc.SignedRequests(b'T' * 43, 'id')
-
-    def test_what_was_altered_is_late_or_for_another_server_is_refused(self) -> None:
-        signed = self.ours.sign_request('GET', '/x?', b'')
-        scheme, clock, nonce, digest, mac = signed.split()
-        rows = [(words, method, target) for words, method, target in (
-            (signed, 'PUT', '/x?'), (signed, 'GET', '/x?a'), (signed[:-1], 'GET', '/x?'), ('', 'GET', '/x?'), (signed + ' ', 'GET', '/x?'),
-            (' '.join([scheme, str(int(clock) + 1), nonce, digest, mac]), 'GET', '/x?'),
-            (' '.join([scheme, clock, '0' * 32, digest, mac]), 'GET', '/x?'), (' '.join([scheme, clock, nonce, '0' * 64, mac]), 'GET', '/x?'),
-            (torc.Signer(b'T' * 43, 'id', torc.uptime_s() - 310).sign_request('GET', '/x?', b''), 'GET', '/x?'),
-            (torc.Signer(b'T' * 43, 'id', torc.uptime_s() + 310).sign_request('GET', '/x?', b''), 'GET', '/x?'),
-            (torc.Signer(b'T' * 43, 'other', torc.uptime_s()).sign_request('GET', '/x?', b''), 'GET', '/x?'),
-            (torc.Signer(b'U' * 43, 'id', torc.uptime_s()).sign_request('GET', '/x?', b''), 'GET', '/x?'))]
-        for row in rows:
-            with self.subTest(row):
-                self.assertRaisesRegex(torc.Denied, 'altered on its way', self.theirs.check, *row)
-        self.assertEqual((self.ours.nonce, hashlib.sha256(b'').hexdigest()), self.theirs.check(signed, 'GET', '/x?'))
-        self.assertEqual([True, False, False], [torc.sign_answer(b'T' * 43, self.ours.nonce, *said) == torc.sign_answer(b'T' * 43, nonce, 200, b'x')
-                                                for said in (
-            (200, b'x'), (404, b'x'), (200, b''))])
-
-    def test_a_nonce_is_remembered_as_long_as_its_time_is_accepted(self) -> None:
-        now = torc.uptime_s()
-        with unittest.mock.patch.object(torc, 'uptime_s', lambda: now):
-            early = torc.Signer(b'T' * 43, 'id', now + 299)
-            signed = early.sign_request('GET', '/x?', b'')
-            self.theirs.check(signed, 'GET', '/x?')
-            now += 598
-            self.assertRaisesRegex(torc.Denied, 'sent before', self.theirs.check, signed, 'GET', '/x?')
-            now += 3
-            self.theirs.check(self.ours.sign_request('GET', '/x?', b''), 'GET', '/x?')
-            self.assertEqual([self.ours.nonce], list(self.theirs.nonces))
 
 
 class TlsFilesTest(WorldTest):
@@ -7145,33 +7034,25 @@ class TlsFilesTest(WorldTest):
 
     def test_what_is_wrong_with_them_is_shown(self) -> None:
         good = Tls(self.world)
+        need('openssl', shutil.which('openssl'), 'openssl, to make keys')
+        os.chmod(good.certificate, 0o600)
         for name, text in (('open.pem', TLS_KEY), ('empty.pem', ''), ('both.pem', TLS_KEY + TLS_CERTIFICATES['good'])):
             os.chmod(self.world.write(name, text), 0o604 if name == 'open.pem' else 0o600)
-        path = self.world.path
-        for certificate, key, kind, text in (
-                ('none.pem', 'key.pem', torc.BadInput, 'cannot read .*none.pem.*: No such file'),
-                ('good.pem', 'none.pem', torc.BadInput, 'cannot read .*none.pem: No such file'),
-                ('good.pem', 'open.pem', torc.Denied, 'other users can read the key .*chmod o='),
-                ('empty.pem', 'key.pem', torc.BadInput, 'PEM form'),
-                ('good.pem', 'empty.pem', torc.BadInput, 'PEM form'), ('key.pem', 'good.pem', torc.BadInput, 'PEM form')):
-            if key == 'good.pem':
-                os.chmod(good.certificate, 0o600)
-            with self.subTest(certificate=certificate, key=key):
-                self.assertRaisesRegex(kind, text, torc.open_tls, path(certificate), path(key))
-        self.assertRaisesRegex(torc.BadInput, 'no --tls-key', torc.open_tls, good.certificate, '')
-        torc.open_tls(path('both.pem'), '')
-        self.assertEqual(torc.read_fingerprint(good.certificate), torc.read_fingerprint(path('both.pem')))
-
-    def test_a_key_of_another_certificate_and_an_encrypted_key(self) -> None:
-        good = Tls(self.world)
-        need('openssl', shutil.which('openssl'), 'openssl, to make keys')
         for name, *words in (('another.pem', 'genpkey', '-algorithm', 'EC', '-pkeyopt', 'ec_paramgen_curve:P-256'),
                              ('secret.pem', 'pkcs8', '-topk8', '-passout', 'pass:secret', '-in', good.key)):
             subprocess.run(['openssl', *words, '-out', self.world.path(name)], check=True, stderr=subprocess.DEVNULL)
             os.chmod(self.world.path(name), 0o600)
-        self.assertRaisesRegex(torc.BadInput, 'is not that of the certificate', torc.open_tls,
-                               good.certificate, self.world.path('another.pem'))
-        self.assertRaisesRegex(torc.BadInput, 'is encrypted: `openssl pkey', torc.open_tls, good.certificate, self.world.path('secret.pem'))
+        for certificate, key, kind, text in (
+                ('none.pem', 'key.pem', torc.BadInput, 'cannot read .*none.pem.*: No such file'),
+                ('good.pem', 'none.pem', torc.BadInput, 'cannot read .*none.pem: No such file'), ('good.pem', '', torc.BadInput, 'no --tls-key'),
+                ('good.pem', 'open.pem', torc.Denied, 'other users can read the key .*chmod o='),
+                ('empty.pem', 'key.pem', torc.BadInput, 'PEM form'), ('good.pem', 'empty.pem', torc.BadInput, 'PEM form'),
+                ('good.pem', 'another.pem', torc.BadInput, 'is not that of the certificate'),
+                ('good.pem', 'secret.pem', torc.BadInput, 'is encrypted: `openssl pkey')):
+            with self.subTest(certificate=certificate, key=key):
+                self.assertRaisesRegex(kind, text, torc.open_tls, self.world.path(certificate), key and self.world.path(key))
+        torc.open_tls(self.world.path('both.pem'), '')
+        self.assertEqual(torc.read_fingerprint(good.certificate), torc.read_fingerprint(self.world.path('both.pem')))
 
 
 # ======== 10b. Access ========
@@ -7259,12 +7140,25 @@ class TokenServerTest(ServedTest):
         signer, body = torc.Signer(self.TOKEN.encode(), self.server.server.id, torc.uptime_s()), b'{"name":"w","user":"u"}'
         path = torc.API_PREFIX + '/workflows?'
         for is_anew, sent, status, text in (
-                (True, body, 200, b''), (False, body, 401, b''), (True, body.replace(b'w', b'x'), 401, b'not the one that was signed')):
+                (True, body, 200, b''), (False, body, 401, b'sent before'), (True, body.replace(b'w', b'x'), 401, b'not the one that was signed')):
             field = signer.sign_request('POST', path, body) if is_anew else field
             head, _, said = self.ask('POST', '/workflows', sent, status, authorization=field).partition(b'\r\n\r\n')
             self.assertEqual((True, status == 200), (
                     text in said, f'torc-signature: {torc.sign_answer(signer.token, signer.nonce, status, said)}'.encode() in head))
         self.assertEqual(1, self.json('GET', '/workflows', authorization=signer.sign_request('GET', path, b''))['total_count'])
+
+    def test_a_signature_of_anything_else_is_refused(self) -> None:
+        def signed(token: bytes = self.TOKEN.encode(), server_id: str = self.server.server.id, late_s: int = 0,
+                   method: str = 'GET', path: str = torc.API_PREFIX + '/workflows?') -> str:
+            return torc.Signer(token, server_id, torc.uptime_s() - late_s).sign_request(method, path, b'')
+        good = signed().split()
+        rows = [signed(b'U' * 43), signed(server_id='other'), signed(late_s=310), signed(late_s=-310), signed(method='PUT'), signed(path='/x?')]
+        rows += [' '.join(good[:place] + [word] + good[place + 1:]) for place, word in (
+            (1, str(int(good[1]) + 1)), (2, '0' * 32), (3, '0' * 64), (4, good[4][:-1]), (4, good[4] + ' x'))]
+        for field in rows:
+            with self.subTest(field):
+                self.assertIn(b'altered on its way', self.ask('GET', '/workflows', status=401, authorization=field))
+        self.ask('GET', '/workflows', authorization=' '.join(good))
 
 
 # Lines of password files that other programs made. The password of all but the last is U*U.
@@ -7281,10 +7175,8 @@ class PasswordFileTest(WorldTest):
     def test_bcrypt_of_other_programs_is_checked_by_the_systems_library(self) -> None:
         need('bcrypt', torc.find_bcrypt(), 'a libcrypt that knows bcrypt')
         users = torc.parse_users('# ours\n\n' + '\n'.join(BCRYPT_LINES), 'f')
-        self.assertEqual(['plain', 'apache', 'rust', 'pound'], list(users))
-        for user, password, is_right in (('plain', b'U*U', True), ('apache', b'U*U', True),
-                                         ('rust', b'U*U', True), ('rust', b'U*', False), ('rust', b'', False),
-                                         ('rust', b'U*U\0more', False), ('rust', b'U*UU', False),
+        for user, password, is_right in (('plain', b'U*U', True), ('apache', b'U*U', True), ('rust', b'U*U', True), ('rust', b'U*', False),
+                                         ('rust', b'', False), ('rust', b'U*U\0more', False), ('rust', b'U*UU', False),
                                          ('pound', b'\xa3', True), ('pound', b'\xa4', False)):
             with self.subTest(user=user, password=password):
                 self.assertIs(is_right, torc.matches_password(users[user], password))
@@ -7314,29 +7206,18 @@ class PasswordFileTest(WorldTest):
         self.assertRaisesRegex(torc.BadInput, 'cannot be a user', torc.parse_users, f'anonymous:{good}', 'f')
 
     def test_a_file_that_others_may_change_lets_nobody_in(self) -> None:
-        path = self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4))
-        os.mkfifo(path + '3', 0o600)
+        self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4))
+        self.world.write('latin', b'ann\xff:x')
+        os.mkfifo(self.world.path('pipe'), 0o600)
         for name, mode, error, text in (
-                ('users', 0o600, None, ''), ('users', 0o644, None, ''), ('users', 0o622, torc.Denied, 'other users may change'),
-                ('users', 0o666, torc.Denied, 'other users may change'), ('users2', 0, torc.BadInput, 'password file .* not found'),
-                ('users3', 0o600, torc.Denied, 'a file of yours'), ('.', 0o700, torc.TorcError, ''),
-                (self.world.write('latin', b'ann\xff:x'), 0o600, torc.BadInput, 'cannot read')):
+                ('users', 0o644, None, ''), ('users', 0o622, torc.Denied, 'other users may change'), ('pipe', 0o600, torc.Denied, 'a file of yours'),
+                ('none', 0, torc.BadInput, 'password file .* not found'), ('latin', 0o600, torc.BadInput, 'cannot read')):
             with self.subTest(name, mode=oct(mode)):
                 mode and os.chmod(self.world.path(name), mode)
                 if error is None:
-                    self.assertEqual(['ann'], list(torc.read_users(path)))
+                    self.assertEqual(['ann'], list(torc.read_users(self.world.path(name))))
                 else:
                     self.assertRaisesRegex(error, text, torc.read_users, self.world.path(name))
-
-    def test_a_right_password_is_known_until_it_was_not_used_for_a_while(self) -> None:
-        users = torc.Users(self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4)), 60.0)
-        self.assertNotEqual(users.digest('ann', b'open-sesame'), users.digest('ann:', b'open-sesame'[1:]))
-        for known_s, now, checks in ((60.0, 0.0, 1), (60.0, 59.0, 0), (60.0, 118.0, 0), (60.0, 179.0, 1), (60.0, 180.0, 0), (0.0, 181.0, 0), (0.0, 182.0, 1), (0.0, 182.0, 1)):
-            users.known_s = known_s
-            with self.subTest(now=now), unittest.mock.patch.object(torc.time, 'monotonic', lambda: now), \
-                    unittest.mock.patch.object(torc, 'matches_password', return_value=True) as check:
-                users.check('ann', b'open-sesame')
-                self.assertEqual(checks, check.call_count)
 
 
 class PasswordServerTest(ServedTest):
@@ -7381,16 +7262,14 @@ class PasswordServerTest(ServedTest):
 
     @slow
     def test_who_is_let_in(self) -> None:
-        wrong = [login(user, password) for user, password in (
-            ('ann', 'open-sesam'), ('ann', ''), ('ann', 'open-sesame '), ('Ann', 'open-sesame'), ('nobody', 'open-sesame'), ('', 'open-sesame'),
-            ('ann', 'open-sesame\0'))]
+        wrong = [login(*shown) for shown in (('ann', 'open-sesam'), ('ann', ''), ('ann', 'open-sesame '), ('Ann', 'open-sesame'), ('', 'open-sesame'),
+                                             ('nobody', 'open-sesame'), ('ann', 'open-sesame\0'))]
         for status, fields in (
                 (200, (self.ANN, self.BOB, self.OWNER, login('x', self.TOKEN))),
                 (401, (*wrong, '', 'Basic ???', 'Bearer open-sesame', self.OWNER[:-1], 'Basic ' + base64.b64encode(b'\xff:\xff').decode()))):
             for field in fields:
                 with self.subTest(field):
                     self.assertEqual(status == 401, b'www-authenticate: Basic' in self.assertLogin(field, status))
-        self.assertEqual([200], statuses(self.server.ask(http_request(path='/healthz', authorization=wrong[0]))))
         self.start(lets_anonymous=True, enforces_access=True)
         for field, status in (('', 200), (wrong[0], 401), ('Bearer wrong', 401), ('Basic ???', 401)):     # what is wrong is not anonymous
             self.assertLogin(field, status)
@@ -7409,36 +7288,24 @@ class PasswordServerTest(ServedTest):
     @slow
     def test_a_wrong_password_costs_a_second_each_time_and_as_much_work_for_an_unknown_user(self) -> None:
         seen = []
-        torc.matches_password = lambda stored, password: seen.append(stored) or False
+        torc.matches_password = lambda stored, password: seen.append(stored) or password == b'right by chance'
         self.set_constant('WRONG_PASSWORD_S', 0.2)
-        for user in ('ann', 'ann', 'nobody', 'nobody', 'somebody'):
+        for user, password in (('ann', 'wrong'), ('ann', 'wrong'), ('nobody', 'wrong'), ('nobody', 'right by chance'), ('somebody', 'wrong')):
             began = time.monotonic()
-            self.assertLogin(login(user, 'wrong'), 401)
+            self.assertLogin(login(user, password), 401)
             self.assertGreaterEqual(time.monotonic() - began, 0.19)
         hashes = list(self.users.hashes.values())
         self.assertEqual([hashes[0]] * 2, seen[:2])
         self.assertLessEqual(set(seen), set(hashes))        # an unknown user's is compared too
         self.assertEqual((seen[2], 5), (seen[3], len(seen)))
-        self.set_constant('WRONG_PASSWORD_S', 1.5)
-        torc.matches_password = lambda stored, password: password == b'right by chance'
-        with contextlib.ExitStack() as stack:
-            wrong = self.begin(stack, login('ann', 'wrong'))
-            most = self.server.server.listener.most // 2        # of all threads: guesses leave the others
-            self.world.wait(lambda: self.users.room._value == most - 1 and not self.users.hashing.locked(), 10, 'the check')
-            self.assertLogin(login('bob', 'right by chance'), 200)
-            self.assertEqual(most - 1, self.users.room._value)      # who waits for his 401 delays nobody
-            self.assertEqual([401], statuses(read_all(wrong)))
-        self.set_constant('WRONG_PASSWORD_S', 0.0)
-        self.assertLogin(login('nobody', 'right by chance'), 401)
 
-    def test_a_hundred_runners_of_one_user_wait_for_one_check_and_a_flood_of_guesses_is_turned_away(self) -> None:
+    def test_many_runners_of_one_user_wait_for_one_check_and_a_flood_of_guesses_is_turned_away(self) -> None:
         gate = self.hold_checks()
         with contextlib.ExitStack() as stack:
-            clients = [self.begin(stack, self.ANN) for _ in range(100)]
-            self.world.wait(lambda: sum(one.needed_until == math.inf for one in list(self.server.server.listener.connections.values())) == 100,
-                            10, 'all of them')
+            clients = [self.begin(stack, self.ANN) for _ in range(20)]
+            self.world.wait(lambda: self.checks, 10, 'the check')
             gate.set()
-            self.assertEqual([[200]] * 100, [statuses(read_answers(client, 1)) for client in clients])
+            self.assertEqual([[200]] * 20, [statuses(read_answers(client, 1)) for client in clients])
             self.users.room = threading.BoundedSemaphore(2)
             gate.clear()
             guesses = [self.begin(stack, login('bob', f'guess {number}')) for number in range(2)]
@@ -7466,11 +7333,6 @@ class PasswordServerTest(ServedTest):
             self.assertEqual(status == 422, b'cannot be used' in self.assertLogin(self.OWNER, status, 'POST', '/admin/reload-auth'))
             self.assertLogin(self.ANN, 401)
             self.assertLogin(login('ann', 'another word'), 200)
-
-    def test_a_check_that_fails_is_a_wrong_password_and_the_next_one_is_made(self) -> None:
-        with unittest.mock.patch.object(torc, 'matches_password', side_effect=MemoryError):
-            self.assertLogin(self.ANN, 401)
-        self.assertLogin(self.ANN, 200)
 
     def test_who_is_refused_is_in_the_log_once_a_minute(self) -> None:
         logging.getLogger('torc').setLevel(logging.WARNING)
@@ -7545,10 +7407,6 @@ class PageServerTest(WorldTest):
         number, data = feed.take(0, 0, 0.0, 3)
         self.assertEqual((30, ['{"dropped":27}', '27', '28', '29']), (number, re.findall(r'data: (.*)\n', data.decode())))
         self.assertEqual((30, b''), feed.take(number, 0, 0.0, 3))
-        feed.add(0, 'x', 'more')
-        self.assertEqual((31, 1), (feed.take(number, 0, 0.0, 3)[0], feed.take(number, 0, 0.0, 3)[1].count(b'data:')))
-        limits = [torc.stream_workflow_events(None, 1, pause_ms=given).pause_s for given in (-5, 0, 200, 10 ** 9)]
-        self.assertEqual([0.0, 0.0, 0.2, 1.0], limits)
 
     def test_pages_that_ask_the_same_are_answered_once_until_one_of_them_changes_something(self) -> None:
         fields = self.log_in(self.ask('POST', '/torc-service/v1/page_keys')[2])[1]
@@ -7567,12 +7425,9 @@ class PageServerTest(WorldTest):
 
     def test_who_is_nobody_gets_the_page_a_login_and_nothing_else(self) -> None:
         for value, wanted in (({'user': 'ann', 'password': 'open-sesame'}, 200), ({'user': 'ann', 'password': 'open-sesam'}, 401), ({'key': ''}, 401),
-                              ({'key': 1}, 400), ([], 400), ({}, 400), (b'{', 400), (b'[' * 4000, 400), ({'key': 'x' * 5000}, 413)):
+                              ({'key': 1}, 400), ([], 400), (b'{', 400), (b'[' * 4000, 400), ({'key': 'x' * 5000}, 413)):
             with self.subTest(str(value)[:60]):
                 self.assertEqual(wanted, self.log_in(value)[0])
-        text = {'text': 'name: w\njobs: [{name: a, command: x}]\n', 'directory': 'here'}
-        self.assertEqual((422, True), (lambda found: (found[0], 'not absolute' in str(found[2])))(
-            self.ask('POST', '/torc-service/v1/workflows/from_text', text)))
         status, head, said = self.ask('GET', '/login', sec_fetch_site='same-origin')
         self.assertEqual((200, {'program': torc.program_name(), 'has_users': True, 'user': ''}), (status, said))
         for method, path, wanted in (('POST', '/', 405), ('PUT', '/login', 405), ('DELETE', '/login', 401)):
@@ -7593,33 +7448,38 @@ class PageServerTest(WorldTest):
         self.assertNotRegex(page, r'innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|\son\w+=')
         self.assertIn('x-frame-options: DENY', head)
 
-    def test_output_is_that_of_this_database_and_never_behind_a_link(self) -> None:
-        call = functools.partial(self.ask, 'POST')
-        number = call('/torc-service/v1/workflows', {'name': 'w', 'user': 'u'})[2]['id']
+    def start_job(self) -> Tuple[int, int, int, str]:
+        """A job that a runner has started: numbers of workflow, job and run, and the output directory, which nobody has taken yet."""
+        call, directory = functools.partial(self.ask, 'POST'), os.path.realpath(self.world.path('out'))
+        number = call(self.LIST, {'name': 'w', 'user': 'u'})[2]['id']
         job = call('/torc-service/v1/jobs', {'workflow_id': number, 'name': 'a', 'command': 'x'})[2]['id']
-        output = f'/torc-service/v1/jobs/{job}/output'
-        self.assertEqual((404, 'has not run'), (lambda found: (found[0], found[2]['error']['message'][-11:]))(self.ask('GET', output)))
-        database = self.ask('GET', '/torc-service/v1/database')[2]
-        directory = os.path.realpath(self.world.path('out'))
+        self.assertEqual(404, self.ask('GET', f'/torc-service/v1/jobs/{job}/output')[0], 'it has not run')
         os.makedirs(os.path.join(directory, 'job_stdio'))
-        node = call('/torc-service/v1/compute_nodes', {
-            'workflow_id': number, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0,
-            'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True, 'output_dir': directory})[2]
+        node = call('/torc-service/v1/compute_nodes', dict(TurnTest.NODE, workflow_id=number, output_dir=directory))[2]
         self.assertNotIn('output_dir', node)
         call(f'/torc-service/v1/workflows/{number}/initialize_jobs')
         call(f'/torc-service/v1/workflows/{number}/claim_next_jobs?limit=1')
         run = self.ask('GET', f'/torc-service/v1/workflows/{number}')[2]['run_id']
         self.assertEqual(200, self.ask('PUT', f"/torc-service/v1/jobs/{job}/start_job/{run}/{node['id']}")[0])
-        path = os.path.join(directory, 'job_stdio', f'job_wf{number}_j{job}_r{run}_a1.o')
+        return number, job, run, directory
+
+    def move_behind_link(self, path: str) -> None:
+        """Put a link in the place of a file or directory."""
+        os.rename(path, path + '.real')
+        os.symlink(path + '.real', path)
+
+    def test_output_is_that_of_this_database_and_never_behind_a_link(self) -> None:
+        number, job, run, directory = self.start_job()
+        record, path = (os.path.join(directory, name) for name in (torc.OUTPUT_RECORD, f'job_stdio/job_wf{number}_j{job}_r{run}_a1.o'))
 
         def read(query: str = '') -> Any:
-            status, _, said = self.ask('GET', output + query)
+            status, _, said = self.ask('GET', f'/torc-service/v1/jobs/{job}/output{query}')
             return (said['offset'], said['size'], base64.b64decode(said['data'])) if status == 200 else status
         self.assertEqual(404, read(), 'a directory that nobody has taken for this database')
-        torc.write_atomically(os.path.join(directory, torc.OUTPUT_RECORD), json.dumps({'id': 'x' * 32, 'path': 'y'}).encode())
+        torc.write_atomically(record, json.dumps({'id': 'x' * 32, 'path': 'y'}).encode())
         self.assertEqual(404, read(), 'that of another database')
-        os.unlink(os.path.join(directory, torc.OUTPUT_RECORD))
-        torc.take_output_dir(directory, database)
+        os.unlink(record)
+        torc.take_output_dir(directory, self.ask('GET', '/torc-service/v1/database')[2])
         self.assertEqual(404, read(), 'nothing was written')
         self.set_constant('MAX_OUTPUT_PIECE_BYTES', 4)
         self.world.write(path, 'abcdefgh')
@@ -7627,60 +7487,45 @@ class PageServerTest(WorldTest):
                               ('?begin=-99', (0, 8, b'abcd')), ('?stream=stderr', 404), ('?stream=x', 422), ('?run_id=7', 404), ('?attempt_id=1', (0, 8, b'abcd'))):
             with self.subTest(query):
                 self.assertEqual(wanted, read(query))
-        secret = self.world.write('secret', 'secret')
-        os.unlink(path)
-        os.symlink(secret, path)
+        self.move_behind_link(path)
         self.assertEqual(403, read(), 'a link in the place of the file')
         os.unlink(path)
         os.mkfifo(path)
         self.assertEqual(403, read(), 'a pipe')
-        os.unlink(path)
-        os.rename(os.path.join(directory, 'job_stdio'), self.world.path('elsewhere'))
-        os.symlink(self.world.path('elsewhere'), os.path.join(directory, 'job_stdio'))
-        self.world.write(os.path.join('elsewhere', os.path.basename(path)), 'abc')
+        os.rename(path + '.real', path)
+        self.move_behind_link(os.path.dirname(path))
         self.assertEqual(403, read(), 'a link on the way')
-        self.see_figures(number, job, directory)
 
-    def see_figures(self, number: int, job: int, directory: str) -> None:
-        """Time series are drawn that lie below a directory of this database, and never behind a link."""
+    def test_time_series_are_drawn_of_this_database_and_never_behind_a_link(self) -> None:
+        number, job, _, directory = self.start_job()
+        torc.take_output_dir(directory, self.ask('GET', '/torc-service/v1/database')[2])
+
         def figures(query: str = '') -> Any:
             found = self.ask('GET', f'/torc-service/v1/workflows/{number}/figures{query}')[2]
             return [figure['layout']['title']['text'] for figure in found['figures']], found['note'][:36]
-        nothing = [], torc.NOT_SAMPLED[:36]
-        series = os.path.join(directory, torc.SERIES_DIRECTORY)
-        name = f'resource_metrics_wf{number}_hh_r1_p1.db'
+        nothing, series = ([], torc.NOT_SAMPLED[:36]), os.path.join(directory, torc.SERIES_DIRECTORY)
+        path = os.path.join(series, f'resource_metrics_wf{number}_hh_r1_p1.db')
         rows = [('names', (row, f'job {row}', None)) for row in (job, 99)]
         rows += [('jobs', (row, at, 50.0, 10 ** 6, 1)) for row in (job, 99) for at in range(1000, 1500)]
         self.assertEqual(nothing, figures())
         os.mkdir(series)
-        torc.write_series(os.path.join(series, name), rows + [('node', (at, 50.0, 1, 2)) for at in range(1000, 1500)])
+        torc.write_series(path, rows + [('node', (at, 50.0, 1, 2)) for at in range(1000, 1500)])
         self.assertEqual((['CPU of all jobs', 'Memory of all jobs', 'Nodes'], ''), figures())
         self.assertEqual(([f'Job {job}: job {job}'], ''), figures(f'?job_id={job}'))
         self.assertEqual(([], 'Nothing was sampled yet.'), figures('?job_id=7'))
-        alone = os.path.join(series, name.replace('p1', 'p2'))
-        os.rename(os.path.join(series, name), self.world.path(name))
-        torc.write_series(alone, rows[:1] + rows[2:502] + [('node', (1000, 50.0, 1, 2))])
-        self.assertEqual(([f'Job {job}: job {job}', 'Nodes'], ''), figures(), 'the only one that was sampled')
-        os.unlink(alone)
-        os.rename(self.world.path(name), os.path.join(series, name))
         data = self.ask('GET', f'/torc-service/v1/workflows/{number}/figures?job_id={job}')[2]['figures'][0]['data']
         self.assertLessEqual(len(data[0]['x']), torc.PAGE_POINTS + 2)
         with unittest.mock.patch.object(torc, 'MAX_SERIES_BYTES', 5):
             self.assertEqual(([], 'the time series are larger than 5B: '), figures())
-        os.rename(os.path.join(series, name), self.world.path(name))
-        self.assertEqual(nothing, figures())
-        os.symlink(self.world.path(name), os.path.join(series, name))
+        self.move_behind_link(path)
         self.assertEqual(nothing, figures(), 'a link in the place of the file')
-        os.unlink(os.path.join(series, name))
-        os.rmdir(series)
-        os.mkdir(self.world.path('behind'))
-        os.rename(self.world.path(name), self.world.path('behind', name))
-        os.symlink(self.world.path('behind'), series)
+        os.replace(path + '.real', path)
+        self.move_behind_link(series)
         self.assertEqual(nothing, figures(), 'a link on the way')
         os.unlink(series)
         os.mkdir(series)
-        self.world.write(os.path.join(series, name), 'SQLite format 3\0, and no more')
-        self.assertEqual(([], f'{name} is no time series: name a file'[:36]), figures())
+        self.world.write(path, 'SQLite format 3\0, and no more')
+        self.assertEqual(([], f'{os.path.basename(path)} is no time series: name a file'[:36]), figures())
         self.world.write(os.path.join(directory, torc.OUTPUT_RECORD), json.dumps({'id': 'x' * 32, 'path': 'y'}))
         self.assertEqual(nothing, figures(), 'the directory of another database')
 
@@ -9742,7 +9587,7 @@ class TlsClientTest(StoryTest):
 
     def test_certificates_are_accepted_as_configured_and_jobs_get_what_their_runner_believes(self) -> None:
         self.words['job'] = f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} ping; echo $TORC_TLS_CA_CERT'
-        for name, text in (('good', ''), ('other', 'is not valid for'), ('expired', 'has expired')):
+        for name, text in (('good', ''), ('other', 'is not valid for')):
             # before Python 3.7, OpenSSL's reason does not reach it
             self.words.update(url=self.serve(name, '--db', f'{name}.db', '--no-auth'), pem=f'{name}.pem', code=3 if text else 0,
                               text=text if sys.version_info >= (3, 7) else '')
