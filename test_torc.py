@@ -6540,11 +6540,18 @@ class StoryTest(WorldTest):
             else:
                 env = dict(word.split('=', 1) for word in itertools.takewhile(re.compile('[A-Z_]+=').match, words))
                 code, _, texts = wanted.format(**known).partition(':')
-                outcome = self.outcome = self.world.cli(*words[len(env):], cwd=self.there, env=env)
+                outcome = self.outcome = self.call(*words[len(env):], env=env)
                 texts = list(filter(None, texts.strip().split('; ')))
                 with self.subTest(line):
                     self.assertExit(int(code), outcome, *(text for text in texts if text[0] != '!'))
                     self.assertEqual([], [text for text in texts if text[0] == '!' and text[1:] in outcome.out + outcome.err], str(outcome))
+
+    def call(self, *words: str, env: Dict[str, str]) -> Outcome:
+        """A command in the directory {there}: a program if it starts others or needs what is set up there, else in this process."""
+        if {'run', 'exec', 'serve', '-s'}.intersection(words) or 'TORC_TEST_SETUP' in self.world.environment:
+            return self.world.cli(*words, cwd=self.there, env=env)
+        with unittest.mock.patch.object(self.world, 'directory', self.there):
+            return self.world.main(*words, env=env)
 
     def end(self, number: int = signal.SIGTERM) -> Outcome:
         """End the last server with a signal, after which it leaves in good order."""
@@ -7637,14 +7644,6 @@ class StreamTest(ServedTest):
         self.json('DELETE', f'/workflows/{self.workflow_id}')
         self.assertTrue(reader.has_ended())
 
-    def test_heads_old_clients_and_unknown_workflows(self) -> None:
-        path = f'/workflows/{self.workflow_id}/events/stream'
-        with self.server.connect() as client:
-            client.sendall(http_request(path=torc.API_PREFIX + path, version='1.0'))
-            self.assertIn(b'\r\nconnection: close\r\n\r\n', client.recv(1000))      # it ends with the connection
-        self.assertTrue(self.ask('HEAD', path).endswith(b'connection: close\r\n\r\n'))
-        self.ask('GET', '/workflows/99/events/stream', status=404)
-
     def test_a_level_leaves_out_what_is_below_it(self) -> None:
         levels = ('debug', 'info', 'warning', 'error', 'nonsense', '')
         readers = [self.read(f'?level={level}') for level in levels]
@@ -7653,21 +7652,6 @@ class StreamTest(ServedTest):
         self.tell('end', 'error')
         for level, first, reader in zip(levels, (0, 1, 2, 3, 1, 1), readers):
             self.assertEqual(['', *(severity + '!' for severity in torc.SEVERITIES[first:]), 'end'], reader.types('end'), level)
-
-    @slow
-    def test_who_comes_back_gets_what_was_missed_once(self) -> None:
-        reader = self.read()
-        self.tell('a', count=5)
-        last_id = [reader.event() for _ in range(4)][-1].id     # the opening and three of them
-        reader.close()
-        self.world.wait(lambda: not self.readers(), 10, 'the reader to be forgotten')
-        self.tell('b', count=2000)      # while nobody reads
-        reader = self.read(last_id=last_id)
-        self.tell('end')
-        events = [reader.event() for _ in range(2003)]
-        self.assertEqual(['a'] * 2 + ['b'] * 2000 + ['end'], [event.type for event in events])
-        self.assertEqual(list(range(4, 2007)), [int(event.id.partition('-')[2]) for event in events])
-        self.assertEqual(['end'], self.read(last_id=events[-2].id).types('end'))
 
     def test_a_reader_that_comes_back_too_late_or_to_another_server_is_warned(self) -> None:
         self.set_constant('MAX_FEED_EVENTS', 85)
@@ -7710,8 +7694,6 @@ class StreamTest(ServedTest):
     def test_nothing_is_kept_for_those_who_stay_away(self) -> None:
         self.read().close()
         self.world.wait(lambda: self.feeds.by_subject and not self.readers(), 10, 'the reader to be forgotten')
-        self.tell('kept')
-        self.assertEqual([1], [len(feed.events) for feed in self.feeds.by_subject.values()])
         self.set_constant('RESUME_S', 0.0)
         self.tell('late')
         self.assertEqual({}, self.feeds.by_subject)
@@ -7723,12 +7705,6 @@ class StreamTest(ServedTest):
         self.assertEqual(['', 'last'], reader.types('last'))
         self.assertEqual(b'', reader.socket.recv(10))
         self.assertFalse(self.server.is_alive())
-
-    def test_a_server_that_ends_answers_no_second_time_in_the_midst_of_a_stream(self) -> None:
-        self.set_constant('KEEP_ALIVE_S', 0.05)
-        reader = self.read()
-        self.server.server.ask = unittest.mock.Mock(side_effect=torc.Unreachable('the server is ending'))
-        self.assertNotIn(b'HTTP/1.1', read_all(reader.socket))
 
     def test_what_is_not_committed_is_not_sent(self) -> None:
         reader, node = self.read(), dict(TurnTest.NODE, workflow_id=self.workflow_id)
@@ -7842,25 +7818,6 @@ class TurnTest(WorldTest):
         self.assertEqual([200] * 9 + [503], sorted(self.ask_all(*[self.CREATE] * 10)))
         self.assertEqual(9, self.count())
 
-    def test_ad_hoc_sql_has_a_transaction_of_its_own(self) -> None:
-        self.send(self.CREATE, http_request('POST', torc.API_PREFIX + torc.ADMIN_SQL_PATH, b'{"sql":"SELECT 1"}'), self.CREATE)
-        for left in (2, 1, 0):
-            self.server.turn()
-            self.assertEqual(left, len(self.server.asked))
-
-    def test_a_turn_takes_its_time_and_leaves_the_rest_to_the_next_one(self) -> None:
-        self.set_constant('TURN_S', -1.0)
-        self.send(*[self.CREATE] * 3)
-        for done in (1, 2, 3):
-            self.server.turn()
-            self.assertEqual((done, 3 - done, done), (self.store.writes, len(self.server.asked), self.count()))
-        self.assertEqual([[200]] * 3, [statuses(read_answers(client, 1)) for client in self.clients[:3]])
-
-    def test_it_sleeps_when_there_is_nothing_to_do(self) -> None:
-        self.assertIsNone(self.server.wait_s())         # who has connected may stay quiet
-        self.ask_all(self.LIST)
-        self.assertGreater(self.server.wait_s(), 4)     # the service looks at its clock 5 s after a request
-
     def test_leases_begin_anew_when_nobody_could_speak(self) -> None:
         for case, planned_s, took_s, is_anew in (('nothing', 0, 0, False), ('a long request', 0, 8, False), ('it was stopped', 0, 100, True),
                                                  ('a wait that was planned', 100, 100, False), ('a wait that took longer', 80, 100, True)):
@@ -7870,22 +7827,6 @@ class TurnTest(WorldTest):
                 word.lease_ends_at = 5.0
                 self.server.look_at_clock(planned_s)
                 self.assertEqual(None if is_anew else 5.0, word.lease_ends_at)
-
-    def test_a_server_that_is_stopped_in_the_middle_of_a_turn_gives_nobody_up(self) -> None:
-        self.add_node()
-        lost = []   # type: List[List[int]]
-
-        def tick(service: Any) -> None:
-            with service.transaction():
-                lost.append(torc.release_lost_nodes(service.context(), lambda *runner: None))
-        self.server.tick = tick
-        self.server.on_tick(0.0)
-        real = torc.uptime_s
-        with unittest.mock.patch.object(torc, 'uptime_s', lambda: real() + 3600):
-            self.server.on_tick(0.0)        # stopped between its look at the clocks and this
-            self.ask_all(self.LIST)
-            self.server.on_tick(0.0)
-        self.assertEqual([[], [], []], lost)
 
     NODE = dict(
         hostname=socket.gethostname(), pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0,
@@ -7907,36 +7848,22 @@ class TurnTest(WorldTest):
         self.assertEqual([200], self.ask_all(http_request(method, torc.API_PREFIX + path, body)))
         return json.loads(self.answers[0].partition(b'\r\n\r\n')[2].decode())
 
-    def test_who_asks_is_not_told_of_a_dead_runner_as_one_at_work_and_need_not_wait_for_a_tick(self) -> None:
-        self.add_node()
-        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: True):
-            self.assertEqual(1, self.ask('GET', '/workflows/1/status')['active_compute_nodes'])
-        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: False):
-            full = sqlite3.OperationalError('database or disk is full')
-            with unittest.mock.patch.object(torc, 'release_node', side_effect=full):       # hinders no reader
-                self.assertEqual(1, self.ask('GET', '/workflows/1/status')['active_compute_nodes'])
-            said = self.ask('GET', '/workflows/1/status')
-        self.assertEqual((0, 1), (said['active_compute_nodes'], said['jobs_by_status']['ready']))
-
     def test_dead_runners_are_noticed_by_what_depends_on_them_and_not_looked_for_by_runners(self) -> None:
-        node = json.dumps(dict(self.NODE, workflow_id=1)).encode()
-        sync = b'{"run_id":1,"compute_node_id":1,"want":{"strategy":"queue","limit":1}}'
-        rows = (('POST', '/compute_nodes', node, 1), ('GET', '/compute_nodes?workflow_id=1', b'', 1),
-                ('GET', '/workflows/1/status', b'', 1), ('GET', '/workflows/1/explanation', b'', 1),
-                ('GET', '/jobs?workflow_id=1', b'', 1), ('POST', '/workflows/1/runner_sync', sync, 0),
-                ('POST', '/workflows/1/claim_next_jobs?limit=1', b'', 0), ('GET', '/version', b'', 0),
-                ('POST', '/workflows/1/initialize_jobs?only_uninitialized=true', b'', 1),
-                ('POST', '/workflows/1/reset_job_status?failed_only=true', b'', 1),
-                ('POST', '/workflows/1/reset_status?force=true', b'', 1))
         self.add_node()
-        for method, path, body, looks in rows:
+        sync = b'{"run_id":1,"compute_node_id":1,"want":{"strategy":"queue","limit":1}}'
+        for method, path, body, looks in (
+                ('GET', '/compute_nodes?workflow_id=1', b'', 1), ('GET', '/workflows/1/explanation', b'', 1), ('GET', '/jobs?workflow_id=1', b'', 1),
+                ('POST', '/workflows/1/runner_sync', sync, 0), ('POST', '/workflows/1/claim_next_jobs?limit=1', b'', 0), ('GET', '/version', b'', 0),
+                ('POST', '/workflows/1/initialize_jobs?only_uninitialized=true', b'', 1),
+                ('POST', '/workflows/1/reset_job_status?failed_only=true', b'', 1)):
             with self.subTest(path), unittest.mock.patch.object(torc, 'node_lives', return_value=True) as lives:
                 self.ask(method, path, body)
                 self.assertEqual(looks, min(lives.call_count, 1))
-        status = http_request('GET', torc.API_PREFIX + '/workflows/1/status')
-        with unittest.mock.patch.object(torc, 'node_lives', return_value=True) as lives:
-            self.ask_all(*[status] * 10)
-        self.assertEqual(2, lives.call_count)       # once a turn, for both nodes
+        with unittest.mock.patch.object(torc, 'node_lives', return_value=False) as lives:
+            self.ask_all(*[http_request('GET', torc.API_PREFIX + '/workflows/1/status')] * 10)
+        self.assertEqual(1, lives.call_count)       # once a turn
+        said = self.ask('GET', '/workflows/1/status')
+        self.assertEqual((0, 1), (said['active_compute_nodes'], said['jobs_by_status']['ready']))
 
     def test_who_waits_when_it_ends_is_told_so(self) -> None:
         self.send(self.CREATE)
@@ -7948,20 +7875,6 @@ class TurnTest(WorldTest):
 
 
 # ======== 10d. Connections ========
-
-# What brings servers down, and the tests that show that it does not bring down this one (many over TLS too):
-#
-#   an answer in two packets          ServerTest: a kept-alive POST is answered in one packet; FramingTest: an answer is one piece
-#   slow clients, half requests       CrowdTest; ServerTest: a request that does not arrive, a reader that does not read;
-#                                     TlsServerTest: who does not shake hands
-#   requests cut off                  ServerTest: at any byte
-#   pipelining                        ServerTest: in their order
-#   head bombs, no HTTP at all, wrong or huge Content-Length, chunked bodies, nested JSON
-#                                     ServerTest: bytes and their statuses; FramingTest: what is not plain HTTP
-#   many connections at once          RoomTest; CrowdTest
-#   no descriptors, no threads left   RoomTest
-#   client gone before the answer     ServerTest: a client that is gone
-#   all of it, at random              RequestFaultTest: rubbish of all kinds
 
 
 class ServerTest(ServedTest):
@@ -7979,11 +7892,13 @@ class ServerTest(ServedTest):
         with self.server.connect() as client:
             for _ in range(3):
                 client.sendall(http_request())
-                answer = read_answers(client, 1)
-                self.assertTrue(answer.startswith(b'HTTP/1.1 200 OK\r\n') and answer.endswith(b'\r\n\r\n{"status":"ok"}'), answer)
+                head, _, body = read_answers(client, 1).partition(b'\r\n\r\n')
+                self.assertEqual([b'HTTP/1.1 200 OK', b'x-content-type-options: nosniff', b'x-frame-options: DENY', b'cache-control: no-store'],
+                                 head.split(b'\r\n')[:4])
+                self.assertEqual(b'{"status":"ok"}', body)
             client.sendall(b''.join(http_request('POST', self.PATH, b'{"name": "w%d", "user": "u"}' % number) for number in range(20)))
             self.assertEqual([b'w%d' % number for number in range(20)], re.findall(rb'"name":"(w\d+)"', read_answers(client, 20)))
-        for request in (http_request(version='1.0'), http_request(connection='close')):
+        for request in (http_request(version='1.0'), http_request(connection='Close, TE')):
             with self.server.connect() as client:
                 client.sendall(request)
                 self.assertRegex(read_all(client), rb'(?s)\r\nconnection: close\r\n.*\{"status":"ok"\}\Z')     # until the server closes
@@ -7997,26 +7912,22 @@ class ServerTest(ServedTest):
         self.assertEqual(1, self.count())
 
     def test_bytes_and_their_statuses(self) -> None:
-        host, too_long = b'Host: 127.0.0.1\r\n', torc.MAX_BODY_BYTES + 1
+        too_long = torc.MAX_BODY_BYTES + 1
         # Statuses of some requests, each with a plain one behind it, which is not looked at where the connection ends.
         for expected, text, *requests in (
-                ([200, 200], rb'ok"\}HTTP', http_request()),
                 ([200, 200], b'\r\nx-span-id: ab-12\r\n', http_request(x_span_id='ab-12')),
                 ([200, 200], b'content-length: 15\r\n\r\nHTTP', http_request('HEAD')),
-                ([404, 200], b'nowhere', http_request(path='/nowhere')),
                 ([404, 200], b'\r\n\r\nHTTP', http_request('HEAD', '/nowhere')),        # no error has a body either
                 ([405, 200], b'takes GET, not', *map(http_request, ('OPTIONS', 'PATCH', 'TRACE', 'BREW'))),
                 ([400, 200], b'the body is not JSON', *[http_request('POST', self.PATH, text * depth) for text in (b'[', b'{"a":')
-                                                        for depth in (500, 5000, 9000, 100000)]),
-                ([400], b'HTTP/1.1"|malformed', b'\0' * 100, b'GET / HTTP/1.1\nHost: x\n\r\n\r\n', b'GET / HTTP/1.1\r\n' + host + b' folded: 1\r\n\r\n'),
-                ([400], b'content-length stands twice',
-                 b'POST / HTTP/1.1\r\n' + host + b'Content-Length: 4\r\ncontent-length: 4\r\n\r\nbody'),
+                                                        for depth in (500, 5000, 100000)]),
+                ([400], b'HTTP/1.1"|malformed', b'\0' * 100, b'GET / HTTP/1.1\nHost: x\n\r\n\r\n'),
                 ([403], b'of another origin|evil', http_request(origin='http://evil.example'), http_request(host='evil.example')),
                 # one waits for leave, the other one does not, and still gets to read why
                 ([413], b'are allowed here', http_request('POST', self.PATH, content_length=str(too_long), expect='100-continue'),
                  http_request('POST', self.PATH, b'x' * too_long)),
                 ([414], b'request line is longer', b'GET /' + b'x' * 20000),
-                ([431], b'header fields', b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000, http_request(path='/', x='y' * 70000)),
+                ([431], b'header fields', b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000),
                 ([501], b'is not supported', http_request('POST', '/', transfer_encoding='chunked') + b'5\r\nGET /\r\n0\r\n\r\n')):
             for data in requests:
                 with self.subTest(expected=expected, data=data[:60]), self.server.connect() as client:
@@ -8067,12 +7978,11 @@ class ServerTest(ServedTest):
                     late.sendall(part)
                     self.assertEqual([408], statuses(read_all(late)))
             with self.server.connect() as drop, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                began = time.monotonic()
                 for byte in self.CREATE * 10:       # each byte in time, the whole not
                     drop.sendall(bytes([byte]))
                     if select.select([drop], [], [], 0.05)[0]:
                         break
-                self.assertEqual(([408], True), (statuses(read_all(drop)), time.monotonic() - began < 5))
+                self.assertEqual([408], statuses(read_all(drop)))
             self.assertEqual(b'', read_all(silent))     # never asked anything
             quiet.sendall(http_request())
             self.assertEqual([200], statuses(read_answers(quiet, 1)))
@@ -8109,14 +8019,6 @@ class ServerTest(ServedTest):
             second.settimeout(10)
             first.sendall(requests[0][-10:])
             self.assertEqual([[200], [200]], [statuses(read_answers(client, 1)) for client in (first, second)])
-
-    def test_a_client_that_is_gone_before_the_answer_harms_nobody(self) -> None:
-        for _ in range(30):
-            with self.server.connect() as client:
-                client.sendall(http_request() * 3)
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))     # a reset, not an end
-        self.assertEqual([200], statuses(self.server.ask(http_request())))
-        self.world.wait(lambda: not self.connections, 10, 'the connections to be forgotten')
 
 
 class RoomTest(ServedTest):
@@ -8167,7 +8069,6 @@ class RoomTest(ServedTest):
             self.assertEqual(b'', read_all(goes))
             self.assertLessEqual(len(self.listener.connections), 6)
         self.assertFalse(select.select([busy, early], [], [], 0)[0])
-        self.assertLessEqual(threading.active_count(), 6 + 4)
 
     def test_when_all_are_at_work_the_next_one_is_told_so(self) -> None:
         self.set_constant('HURRY_S', 0.2)
@@ -8180,25 +8081,6 @@ class RoomTest(ServedTest):
         self.assertEqual([[200]] * 6, [statuses(read_answers(client, 1)) for client in clients])
         self.idle()
 
-    def test_who_is_let_in_as_it_leaves_is_told_so(self) -> None:
-        def let_in() -> bool:
-            accepted.set()
-            return bool(self.world.wait(lambda: self.listener.is_closed, 10, 'the end')) or True
-        accepted, server = threading.Event(), self.server.server
-        self.listener.make_room, server.answer_asked = let_in, lambda: self.gate.wait(10)
-        with self.server.connect() as client:
-            client.sendall(http_request(path='/healthz'))
-            self.assertTrue(accepted.wait(10))
-            server.leave_at = 0.0
-            server.wake()
-            self.assertEqual([503], statuses(read_answers(client, 1)))
-
-    def test_what_was_cut_before_its_request_was_there_is_not_carried_out(self) -> None:
-        client = self.connect(ServerTest.CREATE[:-5])
-        self.known(client).is_cut = True
-        client.sendall(ServerTest.CREATE[-5:])
-        self.assertEqual((b'', 0), (read_all(client), self.count()))
-
     def test_without_threads_clients_are_told_so_and_the_server_stays(self) -> None:
         quiet, kept = self.idle(), self.connect(http_request()[:-2])
         with unittest.mock.patch.object(threading.Thread, 'start', side_effect=RuntimeError("can't start new thread")):
@@ -8210,82 +8092,11 @@ class RoomTest(ServedTest):
         self.idle()
         self.world.wait(lambda: len(self.listener.connections) == 2, 10, 'those that were refused to be forgotten')
 
-    def test_without_descriptors_it_neither_ends_nor_spins(self) -> None:
-        idle = self.idle()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        late = [self.stack.enter_context(socket.socket()) for _ in range(3)]
-        lowest = os.dup(0)
-        os.close(lowest)
-        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-        for client in late:
-            client.connect(('127.0.0.1', self.server.port))
-        self.assertEqual(b'', read_all(idle))       # makes room
-        used_s = time.process_time()
-        self.assertTrue(self.listener.thread.is_alive())
-        time.sleep(0.5)
-        self.assertLess(time.process_time() - used_s, 0.25)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for client in late:
-            client.settimeout(10)
-            client.sendall(http_request())
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-
     def test_it_takes_a_share_of_what_the_user_may_have(self) -> None:
         for processes, files, most in ((-1, -1, 6), (16, 1024, 4), (20, 1024, 5), (4096, 10, 5), (1, 1, 4)):
             limits = {resource.RLIMIT_NPROC: processes, resource.RLIMIT_NOFILE: files}
             with unittest.mock.patch.object(resource, 'getrlimit', lambda which: (limits[which], -1)):
                 self.assertEqual(most, torc.count_possible_connections(), (processes, files))
-
-
-@slow
-class CrowdTest(WorldTest):
-    """A server of its own under many clients."""
-    is_measured = True
-
-    def setUp(self) -> None:
-        super().setUp()
-        need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
-        self.port = torc.parse_url(self.world.serve('--db', self.world.path('my.db'), '--no-auth')).port
-
-    def test_six_hundred_runners_that_poll_are_served_beside_two_hundred_half_requests(self) -> None:
-        def ask(client: Optional[socket.socket]) -> Tuple[Optional[socket.socket], bytes]:
-            for one in (client, None):      # one that has made room asks again, on another connection
-                with contextlib.suppress(OSError):
-                    one = one or socket.create_connection(('127.0.0.1', self.port), 20)
-                    one.sendall(http_request(path=ServerTest.PATH))
-                    answer = one.recv(65536)
-                    if answer:
-                        return one, answer
-                    one.close()
-            return None, b''
-
-        def poll(number: int) -> None:
-            client = None       # type: Optional[socket.socket]
-            for due in range(4):
-                time.sleep(max(0.0, began + 3.0 * (due + number / 600) - time.monotonic()))
-                asked_at = time.monotonic()
-                client, answer = ask(client)
-                waits.append(time.monotonic() - asked_at if statuses(answer) == [200] else math.inf)
-            if client is not None:
-                client.close()
-        with contextlib.ExitStack() as stack:
-            for number in range(200):
-                client = stack.enter_context(socket.create_connection(('127.0.0.1', self.port), 10))
-                client.sendall(ServerTest.CREATE[:-5 if number % 2 else 20])
-            waits, began = [], time.monotonic()     # type: List[float], float
-            pollers = [threading.Thread(target=poll, args=(number,)) for number in range(600)]
-            for poller in pollers:
-                poller.start()
-            self.world.wait(lambda: len(waits) > 1800, 60, 'all to have asked three times')
-            pid = self.world.server.pid
-            threads, memory_kb = len(os.listdir(f'/proc/{pid}/task')), resident_kb_of(pid)
-            for poller in pollers:
-                poller.join()
-        self.assertEqual((2400, []), (len(waits), [wait for wait in waits if wait == math.inf]))
-        self.assertLess(sorted(waits)[len(waits) * 99 // 100], 0.5)
-        self.assertLessEqual(threads, torc.MAX_CONNECTIONS + 3)
-        self.assertLess(memory_kb, 60000)
 
 
 @slow
@@ -8312,24 +8123,6 @@ class TlsServerTest(ServerTest):
                 client.sendall(data)
             self.assertEqual([200], statuses(self.server.ask(http_request())))
             self.assertEqual([[]] * 5, [statuses(read_all(client)) for client in clients])
-
-    def test_the_end_of_a_connection_is_said_in_tls(self) -> None:
-        with self.server.tls.client.wrap_socket(self.plain(), server_hostname='localhost', suppress_ragged_eofs=False) as client:
-            client.sendall(http_request(connection='close'))
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-            self.assertEqual(b'', client.recv(10))      # a cut would be an error
-
-    def test_old_protocols_are_refused(self) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            context.options |= ssl.OP_NO_TLSv1_2 | getattr(ssl, 'OP_NO_TLSv1_3', 0)
-            if hasattr(context, 'minimum_version'):
-                context.minimum_version = ssl.TLSVersion.TLSv1
-            context.set_ciphers('ALL:@SECLEVEL=0')
-        with self.plain() as client, self.assertRaisesRegex(ssl.SSLError, '(?i)protocol.version|internal.error'):
-            context.wrap_socket(client)
 
     def test_pages_must_come_from_https(self) -> None:
         host = f'127.0.0.1:{self.server.port}'
@@ -8415,16 +8208,6 @@ class WaitTest(ServedTest):
         self.end(workflow_id)
         self.assertEqual('ready', self.call('GET', f'/jobs/{self.first + 1}')['status'])
 
-    def test_all_that_wait_learn_at_once_and_so_of_the_end_of_the_server(self) -> None:
-        workflow_id = self.start()
-        with self.waiting(workflow_id) as first, self.waiting(workflow_id, count=2) as second:
-            self.call('PUT', f'/workflows/{workflow_id}/cancel')
-        self.assertEqual([True] * 2, [answer['is_canceled'] for answer, _ in (first, second)])
-        workflow_id = self.start()
-        with self.waiting(workflow_id) as third, self.waiting(workflow_id, count=2) as fourth:
-            self.server.stop()
-        self.assertLess(max(took_s for _, took_s in (first, second, third, fourth)), 20)
-
 
 class AdminServerTest(ServedTest):
     """What a server shows only to its owner."""
@@ -8446,15 +8229,10 @@ class AdminServerTest(ServedTest):
         self.ask('POST', '/workflows', {'name': 'x' * 10000}, 422, **self.owner)
         for reader, has_bodies in zip(readers, (False, True)):
             self.addCleanup(reader.close)
-            while True:
-                event = reader.event()
-                if event.data and event.data['method'] == 'POST':
-                    break
+            event = next(event for event in iter(reader.event, None) if event.data and event.data['method'] == 'POST')
             self.assertEqual(('api', 'POST', torc.API_PREFIX + '/workflows', 'x=1', 200, 'span1'), (
                 event.type, *(event.data[key] for key in ('method', 'path', 'query', 'status', 'request_id'))))
-            self.assertNotIn('hidden', str(event))
-            self.assertEqual(has_bodies, 'secret' in str(event))
-            self.assertTrue(0 <= event.data['latency_ms'] < 10000 and event.data['timestamp_ms'])
+            self.assertEqual((False, has_bodies), ('hidden' in str(event), 'secret' in str(event)))
             event = reader.event()
             self.assertEqual((422, 8192 if has_bodies else 0), (event.data['status'], len(event.data.get('request_body', ''))))
 
@@ -8467,11 +8245,8 @@ class AdminServerTest(ServedTest):
         after = answer['buckets'][0]
         self.assertEqual((3600, 3600, 0), (answer['window_seconds'], answer['interval_seconds'], after['start_ms'] % 3600000))
         if after['start_ms'] == before['start_ms'] // 3600000 * 3600000:    # not across a full hour
-            self.assertGreaterEqual(after['request_count'], 6)
-            self.assertEqual((2, 0), (after['status_4xx'], after['status_5xx']))
-            self.assertGreater(after['bytes_in'], 4 * len(http_request()))
-            self.assertGreater(after['bytes_out'], 6 * 200)
-        self.assertEqual(2, len(asked('?window_seconds=2&interval_seconds=1')['buckets']))
+            self.assertEqual((True, 2, 0, True, True), (after['request_count'] >= 6, after['status_4xx'], after['status_5xx'],
+                                                        after['bytes_in'] > 4 * len(http_request()), after['bytes_out'] > 6 * 200))
 
 
 @slow
@@ -8521,9 +8296,7 @@ class ServeTest(StoryTest):
         self.play('''
             $ serve --no-auth --host 0.0.0.0 --port 0 -> 2: --no-auth would let everybody
             serve my.db --no-auth
-            $ --url {my} admin sql 'SELECT 1 AS one' -> 0: one
-            $ --url {my} access-groups create g -> 0
-            $ --db my.db ping -> 0: is running''')
+            $ --url {my} ping -> 0: is running''')
 
     def test_a_script_that_starts_torcs_own_server_can_start_this_one(self) -> None:
         program = self.world.write('torc-server', f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(stub_path())} serve "$@"\n')
@@ -8550,9 +8323,7 @@ class ServeTest(StoryTest):
 
     def test_it_takes_the_flags_and_variables_of_torcs_server(self) -> None:
         for words, env, name in (
-                (('-d', 'a.db'), {}, 'a.db'), ((), {'DATABASE_URL': 'sqlite:b.db'}, 'b.db'),
-                ((), {'DATABASE_URL': 'sqlite://c%20d.db?mode=rwc'}, 'c d.db'),
-                ((), {'DATABASE_URL': f'sqlite://{self.world.path("e.db")}'}, 'e.db'),
+                (('-d', 'a.db'), {}, 'a.db'), ((), {'DATABASE_URL': 'sqlite://c%20d.db?mode=rwc'}, 'c d.db'),
                 (('--database', 'sqlite:f.db'), {'DATABASE_URL': 'sqlite:g.db'}, 'f.db'),
                 ((), {'DATABASE_URL': 'postgres://h/x'}, os.path.join('..', 'home', 'state', 'torc', 'torc.db'))):
             server = self.world.server = self.world.start('serve', 'run', '-u', 'localhost', '-p', 0, '-t', 4, '-c', '0.5', '-l', 'WARN', *words,
@@ -8561,9 +8332,7 @@ class ServeTest(StoryTest):
             self.assertIsNotNone(connection_of(self.world.path(name)), words)
             self.assertEqual('', self.end().err)
         self.play('''
-            $ serve service install -> 2: 'service' is none of run
             $ serve export -> 2: 'export' is none of run
-            $ serve --https -> 2: --tls-cert FILE
             $ serve --tls-key x -> 2: --tls-cert FILE
             $ serve --daemon -d :memory: -> 2: --log-dir
             $ TORC_SERVER_SNAPSHOT_KEEP=x serve -> 2: from 1
@@ -8586,10 +8355,9 @@ class ServeTest(StoryTest):
         self.world.serve('-d', 'copy.db')       # it is a database like any other
 
     def test_a_copy_has_its_place_and_is_not_put_where_others_could_replace_it(self) -> None:
-        for name, directory in (('my.db', self.world.directory), (':memory:', torc.state_directory())):
-            self.world.serve('-d', name)
-            self.copy(os.path.join(directory, 'torc-server-snapshot.db'))
-            self.end()
+        self.world.serve('-d', 'my.db')
+        self.copy(self.world.path('torc-server-snapshot.db'))
+        self.end()
         os.mkdir(self.world.path('open'))
         os.chmod(self.world.path('open'), 0o777)
         self.world.environment['TORC_SERVER_SNAPSHOT_PATH'] = self.world.path('open', 'copy.db')
@@ -8694,11 +8462,8 @@ class MemoryDatabaseTest(StoryTest):
         look, go_on, give_up = 'workflows list', 'serve --in-memory', 'serve --in-memory --takeover'
         back, lost, kept = 'its changes were written back', 'which was lost with its server: changes after 20', 'is in the memory of host '
         for number, (end, change, is_memory_gone, then, code, text, count) in enumerate((
-                (signal.SIGTERM, {}, True, look, 0, '', 1),
-                (signal.SIGINT, {}, True, look, 0, '', 1),
-                (signal.SIGHUP, {}, True, go_on, 0, '', 1),
+                (signal.SIGTERM, {}, True, look, 0, '', 1), (signal.SIGHUP, {}, True, go_on, 0, '', 1),
                 (signal.SIGKILL, {}, False, look, 0, back, 1),
-                (signal.SIGKILL, {}, False, go_on, 0, back, 1),
                 (signal.SIGKILL, {'boot_id': 'another'}, True, look, 0, lost, 0),
                 (signal.SIGKILL, {'pid_namespace': 1}, False, look, 0, back, 1),        # killed with its container
                 (signal.SIGKILL, {'pid_namespace': 1}, True, look, 4, kept, 0),
@@ -8740,17 +8505,14 @@ class MemoryDatabaseTest(StoryTest):
 
     def test_it_is_copied_at_intervals_and_when_asked_and_nobody_else_uses_the_copy(self) -> None:
         self.world.serve('-d', 'my.db', '--in-memory', '--snapshot-interval-seconds', 1)
-        counts = [0]
-        while len(set(counts)) < 3:
-            self.add_events(1)
-            counts.append(self.count())
-        self.assertEqual(sorted(counts), counts)
+        self.add_events(1)
+        self.world.wait(lambda: self.count() == 1, 20, 'a copy', [self.world.server])
         self.end()
         self.world.serve('-d', 'my.db', '--in-memory')
-        before = self.count()
         self.add_events(1)
+        self.assertEqual(1, self.count())
         self.copy(self.database)
-        self.assertEqual(before + 1, self.count())
+        self.assertEqual(2, self.count())
         os.unlink(self.database + '.connection')
         self.play('$ serve -d my.db -p 0 -> 4: in use by another torc.py (process ')
 
@@ -8768,17 +8530,6 @@ class MemoryDatabaseTest(StoryTest):
         self.play('$ --db my.db workflows list -> 0')
         self.assertEqual(4, self.count())
 
-    def test_a_copy_beside_a_killed_server_s_memory_stays_what_it_became_when_the_original_has_gone(self) -> None:
-        self.world.serve('-d', self.database, '--in-memory')
-        self.add_events(1)
-        self.addCleanup(shutil.rmtree, os.path.dirname(self.live()))
-        self.world.server.kill()
-        for end in ('', '.memory'):
-            shutil.copy(self.database + end, self.world.path('copy.db') + end)
-        self.play('$ --db copy.db workflows new -n own -> 0')
-        os.unlink(self.database)
-        self.play('$ --db copy.db workflows list -> 0: own')
-
     def test_a_file_that_is_removed_from_memory_is_copied_all_the_same(self) -> None:
         self.world.serve('-d', 'my.db', '--in-memory')
         self.add_events(2)
@@ -8790,25 +8541,21 @@ class MemoryDatabaseTest(StoryTest):
 
     def test_the_file_of_a_run_is_whole_when_its_command_returns_and_who_reads_waits_for_none(self) -> None:
         self.database = self.world.path('torc_output', 'torc.db')
-        wait = 'touch started; while [ ! -e go ]; do sleep 0.05; done'
         self.assertExit(0, self.world.cli('-s', '--in-memory', '--torc-server-bin', 'none', 'exec', '-c', 'true'))
         self.assertFalse(os.path.exists(self.database + '.memory'))
         self.assertEqual(1, self.count('result'))
-        second = self.world.start('-s', '--in-memory', 'exec', '-c', wait)
+        second = self.world.start('-s', '--in-memory', 'exec', '-c', 'touch started; while [ ! -e go ]; do sleep 0.05; done')
         self.world.wait(lambda: os.path.exists(self.world.path('started')), 20, 'the other run', [second])
         before = os.stat(self.database)
         self.world.wait(lambda: '1 running' in self.world.cli('-s', 'status', 2).out, 20, 'a reader', [second])
         found = os.stat(self.database)
         self.assertEqual((before.st_ino, before.st_mtime_ns), (found.st_ino, found.st_mtime_ns))
-        self.assertExit(0, self.world.cli('-s', 'exec', '-c', 'true'))      # joins it, and does not wait for its end
-        self.assertEqual(2, self.count('result'))
-        for _ in range(2):      # a killed server is replaced without a loss
-            server = self.world.wait(lambda: connection_of(self.database), 20, 'the server', [second])
-            os.kill(server['pid'], signal.SIGKILL)
-            self.world.wait(lambda: torc.process_lives(server) is False, 10, 'its end')
+        server = connection_of(self.database)       # a killed one is replaced without a loss
+        os.kill(server['pid'], signal.SIGKILL)
+        self.world.wait(lambda: torc.process_lives(server) is False, 10, 'its end')
         self.world.write('go', '')
         self.assertExit(0, second.finish())
-        self.assertEqual([(1, 0), (2, 0), (3, 0)], ask_sqlite(self.database, 'SELECT workflow_id, return_code FROM result ORDER BY workflow_id'))
+        self.assertEqual([(1, 0), (2, 0)], ask_sqlite(self.database, 'SELECT workflow_id, return_code FROM result ORDER BY workflow_id'))
 
     def test_its_options_are_refused_where_they_do_nothing(self) -> None:
         self.play('''
@@ -8824,47 +8571,33 @@ class MemoryDatabaseTest(StoryTest):
 class BackupTest(StoryTest):
     """`serve --backup`."""
 
-    def names(self, path: str) -> List[str]:
-        """Names of the workflows in a copy, which is whole."""
-        self.assertEqual([('ok',)], ask_sqlite(path, 'PRAGMA integrity_check'))
-        return [name for name, in ask_sqlite(path, 'SELECT name FROM workflow ORDER BY id')]
-
     @slow
     def test_it_is_a_whole_private_copy_through_the_server_or_without_one(self) -> None:
         copy = self.world.path('copy.db')
-        for flags in ('', '--in-memory'):
-            with self.subTest(flags):
-                self.play(f'''
-                    serve my.db {flags}
-                    $ workflows new -n one -> 0
-                    $ serve --backup copy.db -> 0: Copied {{here}}/my.db to {{here}}/copy.db (''')
-                self.assertEqual('one', self.names(copy)[-1])
-                self.play('''
-                    $ workflows new -n two -> 0
-                    end
-                    $ -f json serve -d my.db --backup copy.db -> 0''')
-                self.assertEqual({'database': self.world.path('my.db'), 'backup': copy}, self.outcome.json())
-                self.assertEqual(['one', 'two'], self.names(copy)[-2:])
+        for flags, words in (('', 'serve --backup copy.db'), ('--in-memory', 'serve --backup copy.db'), ('', 'serve -d my.db --backup copy.db')):
+            with self.subTest(words, flags=flags):
+                is_served = '-d' not in words
+                self.play(f'serve my.db {flags}\n$ workflows new -n one -> 0' + '\nend' * (not is_served))
+                self.play(f'$ {words} -> 0: Copied {{here}}/my.db to {{here}}/copy.db (' + '\nend' * is_served)
+                self.assertEqual([('ok',)], ask_sqlite(copy, 'PRAGMA integrity_check'))
                 self.assertEqual(0o600, os.stat(copy).st_mode & 0o777)
+                self.assertEqual(*(ask_sqlite(path, 'SELECT id, name FROM workflow') for path in (copy, self.world.path('my.db'))))
         self.assertEqual([], glob.glob(glob.escape(self.world.directory) + '/*.new'))
-        self.play('$ --db copy.db workflows list -> 0: one; two')
+        self.play('$ --db copy.db workflows list -> 0: Total: 3')
 
     @slow
     def test_what_is_no_earlier_copy_is_not_replaced(self) -> None:
         self.world.serve('-d', 'my.db')
         self.world.write('notes.txt', 'mine')
         os.symlink('my.db', self.world.path('link.db'))
-        os.mkdir(self.world.path('directory'))
         other = torc.Store(self.world.path('other.db'))
         self.addCleanup(other.close)
         before = self.world.read('my.db.token')
         self.play('''
-            $ serve --backup my.db -> 4: belongs to the database itself
             $ serve --backup link.db -> 4: belongs to the database itself
             $ serve --backup my.db.token -> 4: belongs to the database itself
             $ serve --backup my.db-wal -> 4: belongs to
             $ serve --backup notes.txt -> 4: is no database, and would be lost
-            $ serve --backup directory -> 4: Is a directory
             $ serve --backup other.db -> 4: other.db-wal is beside it
             $ serve --backup no/such/copy.db -> 2: for the backup not found
             end
@@ -8902,12 +8635,8 @@ class TravelTest(StoryTest):
         """Wait for the last server."""
         self.world.wait(lambda: 'TORC_SERVER_PORT=' in self.world.server.out, 20, 'the server', [self.world.server])
 
-    def content(self) -> Dict[str, Any]:
-        """What the connection file says."""
-        return torc.read_server_file(self.database + '.connection')
-
     def client(self, **how: Any) -> Any:
-        """A client of the database, on this host, or of a server."""
+        """A client of the database, or of a server."""
         client = torc.Client.connect(**how) if 'url' in how else torc.Client(database=self.database, **how)
         self.addCleanup(client.close)
         return client
@@ -8930,14 +8659,13 @@ class TravelTest(StoryTest):
     def test_clients_wait_while_it_moves_and_find_it_in_the_next_allocation_by_themselves(self) -> None:
         for number, name in ((signal.SIGTERM, 'moved.db'), (signal.SIGKILL, 'killed.db')):
             self.database = self.world.path(name)
-            first, found = self.serve_in(17, 'node1'), self.content()
+            first, found = self.serve_in(17, 'node1'), torc.read_server_file(self.database + '.connection')
             self.assertEqual(('17', 'node1'), (found['allocation'], torc.parse_url(found['url']).host))
             self.assertLessEqual({'node1', *torc.own_addresses()}, {torc.parse_url(url).host for url in found['candidates']})
             client = self.client(needs_server=True)
             client.call('create_workflow', {'name': 'kept', 'user': 'me'})
             # as a job is at its start
             told = self.client(url=found['url'].replace('node1', '127.0.0.1'), token_file=self.database + '.token')
-            self.play('$ ping -> 0')      # by its registration
             first.send(number)
             first.finish(20)
             with self.assertRaisesRegex(torc.Unreachable, 'cannot be reached .*; it goes on in its next allocation .`squeue --me`.') as caught:
@@ -8950,30 +8678,21 @@ class TravelTest(StoryTest):
             for one in (client, told):
                 self.assertEqual(['kept'], [row['name'] for row in one.call('list_workflows')['items']])
                 one.close()
-            self.assertEqual(('18', 0), (torc.read_registration()['allocation'], client.servers_started))
-            self.play('$ ping -> 0')
+            self.play('$ ping -> 0')      # by its registration
             self.end(signal.SIGINT)     # for good
-            self.assertIsNone(self.content())
+            self.assertFalse(os.path.exists(self.database + '.connection'))
 
     @slow
     def test_while_it_moves_no_runner_starts_a_server_in_its_way_and_questions_are_answered(self) -> None:
         self.serve_in(17, 'node1')
         self.end()
         with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
-            runner = self.client()
-            runner.will_need_server = True
-            self.assertRaisesRegex(torc.Unreachable, 'goes on in its next', runner.open)
+            self.assertRaisesRegex(torc.Unreachable, 'goes on in its next', self.client(needs_server=True).open)
         self.words['cure'] = f'rm {shlex.quote(torc.registration_path())} {shlex.quote(self.database + ".connection")}'
         self.play('''
             $ workflows list -> 3: it goes on in its next allocation; {cure}
             $ --db my.db workflows list -> 0: No workflows found
             $ workflows list -> 3: it goes on in its next allocation''')      # by which nothing was forgotten
-        self.assertEqual('17', self.content()['allocation'])
-
-    def test_a_killed_one_of_this_host_is_not_replaced_by_a_runner_either(self) -> None:
-        self.serve_in(17, socket.gethostname()).kill()
-        self.assertRaisesRegex(torc.Unreachable, 'was killed; it goes on in its next allocation', self.client(needs_server=True).open)
-        self.play('$ workflows list -> 3: was killed; it goes on in its next allocation')
 
     def test_further_signals_do_not_cut_its_end_short(self) -> None:
         server = self.serve_in(17, 'node1', '--in-memory')
@@ -9021,18 +8740,6 @@ class EmbeddedTest(WorldTest):
         read_answers(client, 1)
         return client
 
-    def test_an_interrupt_while_a_server_is_forked_is_not_lost(self):
-        program = """
-            import os, signal, torc
-            os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))
-            try:
-                os._exit(7 if torc.fork() else 0)
-            except KeyboardInterrupt:
-                os._exit(130)
-            """
-        if sys.version_info >= (3, 7):      # before, Python calls nothing at a fork
-            self.assertEqual(130, subprocess.call([sys.executable, '-c', textwrap.dedent(program)], cwd=HERE))
-
     def test_without_room_for_processes_it_is_said_and_nothing_is_left_open(self) -> None:
         before = open_descriptors()
         with unittest.mock.patch.object(os, 'fork', side_effect=BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')):
@@ -9063,13 +8770,11 @@ class EmbeddedTest(WorldTest):
         os.set_inheritable(writer, True)
         found = self.start_server()
         os.close(writer)
-        readable, _, _ = select.select([reader], [], [], 10)
-        self.assertTrue(readable and os.read(reader, 1) == b'', 'it holds a pipe of the caller')
-        os.close(reader)
+        with open(reader, 'rb', 0) as pipe:
+            self.assertTrue(select.select([pipe], [], [], 10)[0] and pipe.read(1) == b'', 'it holds a pipe of the caller')
         proc = f'/proc/{found["pid"]}'
         need('proc', os.path.isdir(proc), 'looks into /proc')
         self.assertNotEqual(os.getsid(0), os.getsid(found['pid']))
-        self.assertNotEqual(os.getpid(), int(read_text(proc + '/stat').rpartition(')')[2].split()[1]))
         self.assertEqual('/', os.readlink(proc + '/cwd'))
         places = {int(number): os.readlink(f'{proc}/fd/{number}') for number in os.listdir(proc + '/fd')}
         self.assertEqual(['/dev/null', '/dev/null', self.database + '.log'], [places[number] for number in range(3)])
@@ -9085,10 +8790,7 @@ class EmbeddedTest(WorldTest):
             self.assertEqual((0o644 if name == '.gitignore' else 0o600, name.endswith('.token')),
                              (os.stat(path).st_mode & 0o777, token.encode() in read_bytes(path)), name)
         self.assertRaisesRegex(torc.Conflict, 'in use by another torc.py', torc.start_embedded_server, self.database)
-        self.assertEqual(found['pid'], connection_of(self.database)['pid'])
-        self.assertNotIn('Traceback', read_text(self.database + '.log'))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-            self.hold(found)
             os.kill(found['pid'], number)
             self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to leave')
             self.assertIsNone(connection_of(self.database))
@@ -9140,12 +8842,14 @@ class Impostor(threading.Thread):
         for answer in self.answers:
             client, _ = self.listener.accept()
             with client, contextlib.suppress(OSError):      # who asked has hung up
-                self.heard += client.recv(65536)
+                data = client.recv(65536)
+                self.heard += data
                 for part in answer if isinstance(answer, list) else [answer]:
-                    if part:
-                        client.sendall(part)
-                    elif part is None:      # the next request
-                        self.heard += client.recv(65536)
+                    if part is None:      # the next request
+                        data = client.recv(65536)
+                        self.heard += data
+                    elif part:
+                        client.sendall(part(data) if callable(part) else part)
 
     def stop(self) -> None:
         """Hang up for good."""
@@ -9211,122 +8915,57 @@ class WireTest(unittest.TestCase):
         self.assertIsNone(torc.parse_answer(200, b''))
 
 
-class Relay(threading.Thread):
-    """A relay between a client and a server, at an address of its own: forwards, records and may alter everything."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(daemon=True)
-        self.target, self.asked, self.answered = port, b'', b''
-        self.alter_request = self.alter_answer = lambda data: data      # type: Callable[[bytes], bytes]
-        self.listener = Impostor.listen()
-        self.port = self.listener.getsockname()[1]
-        self.url = f'http://127.0.0.1:{self.port}/torc-service/v1'
-        self.ends = []      # type: List[Tuple[socket.socket, socket.socket]]  # of each client, and of the server's side of it
-        self.wake, self.waker = socket.socketpair()
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            ready = select.select([self.listener, self.wake, *(end for pair in self.ends for end in pair)], [], [])[0]
-            if self.wake in ready:
-                return
-            if self.listener in ready:
-                self.ends.append((self.listener.accept()[0], socket.create_connection(('127.0.0.1', self.target))))
-            for pair in list(self.ends):
-                with contextlib.suppress(OSError):
-                    self.forward(pair, ready)
-                    continue
-                self.forget(pair)
-
-    def forward(self, pair: Tuple[socket.socket, socket.socket], ready: Sequence[Any]) -> None:
-        """Pass on what can be read. OSError when either has closed."""
-        client, server = pair
-        if client in ready:
-            data = client.recv(2 ** 20)
-            self.asked += data
-            server.sendall(self.alter_request(data))
-            if not data:
-                raise OSError
-        if server in ready:
-            data = server.recv(2 ** 20)
-            self.answered += data
-            client.sendall(self.alter_answer(data))
-            if not data:
-                raise OSError
-
-    def forget(self, pair: Tuple[socket.socket, socket.socket]) -> None:
-        """Hang up on both."""
-        self.ends.remove(pair)
-        for end in pair:
-            end.close()
-
-    def stop(self) -> None:
-        """Be gone."""
-        self.waker.send(b'x')
-        self.join(10)
-        for pair in list(self.ends):
-            self.forget(pair)
-        for end in (self.listener, self.wake, self.waker):
-            end.close()
-
-
 class RelayTest(ServedTest):
-    """Somebody at an old address of the server, or on the way to it."""
+    """Somebody at an old address of the server, or on the way to it, who forwards, records and may alter everything."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.set_constant('WRONG_PASSWORD_S', 0.0)
         os.chmod(self.world.directory, 0o700)
+        self.set_constant('WRONG_PASSWORD_S', 0.0)
         self.token_file = self.world.path('torc.db.token')
-        self.relay = Relay(self.serve(torc.keep_token(self.token_file)).port)
-        self.addCleanup(self.relay.stop)
+        self.serve(torc.keep_token(self.token_file))
+        self.asked, self.answered = [], []      # type: List[bytes], List[bytes]
 
-    def connect(self) -> Any:
-        """A client that the relay serves."""
-        client = torc.Client(url=self.relay.url, token_file=self.token_file)
+    def relay(self, alter_request: Callable[[bytes], bytes], alter_answer: Callable[[bytes], bytes]) -> Any:
+        """A client that has reached the server through a relay; what it asks then is altered, and so are the answers."""
+        def forward(data: bytes) -> bytes:
+            is_first = b'/healthz' in data
+            self.asked.append(data)
+            self.answered.append(self.server.ask(data if is_first else alter_request(data)))
+            return self.answered[-1] if is_first else alter_answer(self.answered[-1])
+        impostor = Impostor([forward, None, forward, None, forward])
+        self.addCleanup(impostor.stop)
+        client = torc.Client(url=impostor.url, token_file=self.token_file)
         self.addCleanup(client.close)
         client.reconnect(wait_s=0)
         return client
 
     def test_another_server_with_the_same_token_is_not_the_one_of_the_connection_file(self) -> None:
-        with torc.connection_file(torc.ServerOptions(self.world.path('torc.db')), [self.relay.url], 'killed long ago'):
-            client = torc.Client(database=self.world.path('torc.db'))
-            self.assertRaisesRegex(torc.Unreachable, 'is not the server of the token', client.reconnect, wait_s=0)
+        url, database = f'http://127.0.0.1:{self.server.port}/torc-service/v1', self.world.path('torc.db')
+        with torc.connection_file(torc.ServerOptions(database), [url], 'killed long ago'):
+            self.assertRaisesRegex(torc.Unreachable, 'is not the server of the token', torc.Client(database=database).reconnect, wait_s=0)
 
     def test_what_is_altered_on_the_way_is_not_done_and_no_altered_answer_is_accepted(self) -> None:
         for way, old, new, error in (
                 ('request', b'"good"', b'"evil"', 'no answer from'), ('request', b'/workflows ', b'/workflowz ', 'no answer from'),
                 ('answer', b'HTTP/1.1 200', b'HTTP/1.1 404', 'not signed by'), ('answer', b'torc-signature', b'torx-signature', 'not signed by'),
                 ('answer', b'"count":0', b'"count":2', 'not signed by')):
-            with self.subTest(old=old), self.connect() as client:
-                setattr(self.relay, f'alter_{way}', lambda data: data.replace(old, new))
+            def alter(data: bytes) -> bytes:
+                return data.replace(old, new)
+            with self.subTest(old=old), self.relay(*(alter, bytes) if way == 'request' else (bytes, alter)) as client:
                 with self.assertRaisesRegex(torc.Unreachable, error):
                     if way == 'request':
                         client.create_workflow({'name': 'good', 'user': 'u'}, deadline_s=5)
                     client.begin('list_workflows').finish()
-                setattr(self.relay, f'alter_{way}', lambda data: data)
-        with self.connect() as client:
-            client.list_workflows()
-            first, self.relay.answered = self.relay.answered, b''
-            self.relay.alter_answer = lambda data: first        # the answer to another request
-            self.assertRaises(torc.Unreachable, client.begin('list_workflows').finish)
 
-    def test_a_run_and_its_jobs_through_a_relay_show_it_no_token(self) -> None:
-        """The server was killed and is back on another port; somebody else has taken the old one and forwards."""
-        url = self.world.serve('-d', self.world.path('my.db'))
-        relay = Relay(torc.parse_url(url).port)
-        self.addCleanup(relay.stop)
-        command = f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} -f json jobs list $TORC_WORKFLOW_ID'
-        self.world.write('w.yaml', json.dumps({'name': 'w', 'jobs': [{'name': 'call_back', 'command': command}]}))
-        for path in (self.world.path('my.db.connection'), os.path.join(self.world.root, 'home', 'state', 'torc', 'server')):
-            torc.write_atomically(path, read_text(path).replace(f':{relay.target}/', f':{relay.port}/').encode())
-        outcome = self.assertExit(0, self.world.cli('run', 'w.yaml'), '1 completed')
-        self.assertIn('call_back', self.assertExit(0, self.world.cli('logs', 1, 'call_back')).out, str(outcome))
-        self.assertGreater(relay.asked.count(b'authorization: Torc-HMAC '), 5)
-        token = read_text(self.world.path('my.db.token')).strip().encode()
-        self.assertEqual(43, len(token))
+    def test_the_answer_to_another_request_is_not_accepted_and_nobody_on_the_way_sees_the_token(self) -> None:
+        with self.relay(bytes, lambda data: self.answered[1]) as client:
+            self.assertEqual(0, client.list_workflows()['count'])
+            self.assertRaises(torc.Unreachable, client.begin('list_workflows').finish)
+        self.assertEqual(2, b''.join(self.asked).count(b'authorization: Torc-HMAC '))
+        token = read_text(self.token_file).strip().encode()
         for said in (token, base64.b64encode(token)[:40]):
-            self.assertNotIn(said, relay.asked + relay.answered)
+            self.assertNotIn(said, b''.join(self.asked + self.answered))
 
 
 class ContainerTest(WorldTest):
@@ -9360,12 +8999,6 @@ class ContainerTest(WorldTest):
         self.world.write('go', '')
         self.assertNotIn('released compute node', self.assertExit(0, runner.finish(20)).err)
 
-    def test_a_server_in_a_container_is_used_and_when_it_was_killed_with_it_its_database(self) -> None:
-        runner = self.run_inside('-s')
-        self.assertExit(0, self.world.cli('-s', 'status', 1), 'is in progress')
-        runner.kill()
-        self.assertExit(0, self.world.cli('-s', 'status', 1), 'is in progress')
-
 
 @slow
 class FindServerTest(StoryTest):
@@ -9396,14 +9029,11 @@ class FindServerTest(StoryTest):
         self.assertIn(f'commands find it now, and {torc.default_database()} with --db\n', self.world.server.out)
         self.play('''
             $ --db ../a.db workflows new -n of_a -> 0: Used the database {here}/a.db (served at {a})
-            $ --db {default} workflows new -n of_usual -> 0
             $ workflows new -n of_b -> 0: Using the database {here}/b.db (served at {b}); !Used
-            $ --db ../a.db workflows list -> 0: of_a
             $ --url {b} workflows list -> 0: of_b
             $ --url {a} workflows list -> 4: the token is missing or wrong
-            $ TORC_TOKEN_FILE={here}/a.db.token --url {a} workflows list -> 0: of_a
             $ TORC_TOKEN_FILE={here}/a.db.token TORC_API_URL={a} workflows list -> 0: of_a
-            $ --url {usual} workflows list -> 0: of_usual
+            $ --url {usual} workflows list -> 0: No workflows
             $ TORC_API_URL={a} --db ../b.db workflows list -> 0: of_b
             $ -s workflows new -n own -> 0
             $ workflows list -> 0: own; Using the database of this directory; served is also
@@ -9421,19 +9051,15 @@ class FindServerTest(StoryTest):
                 (here, False, ('http://127.0.0.1:8081', 'https://127.0.0.1:8080', 'http://192.0.2.1:8080', 'http://no-such-host.invalid:8080')),
                 (there, True, ('http://login2:8080', 'http://10.0.0.7:8080/')), (there, False, ('http://localhost:8080',))):
             self.assertEqual({wanted}, {torc.serves_address(server, torc.parse_url(url)) for url in urls}, str(urls))
-        url = self.world.serve('-d', 'my.db').replace('127.0.0.1', 'localhost')
-        self.assertExit(0, self.world.cli('exec', '-c', f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())} workflows list',
-                                          env={'TORC_API_URL': url}))
 
     def test_a_killed_server_is_an_error_that_names_the_ways_out_and_each_leads_on(self) -> None:
         self.play('''
             serve my.db --host 0.0.0.0
             $ workflows new -n served -> 0
             kill
-            $ workflows list -> 3: to start it again (add options):    ; torc.py serve -d {quoted} --port; --db {quoted};   -s
             $ delete 1 --no-prompts -> 3: was killed
             $ run ../w.yaml -> 3: was killed
-            $ ping -> 3: was killed
+            $ workflows list -> 3: to start it again (add options):    ; torc.py serve -d {quoted} --port; --db {quoted};   -s
             ''')
         ways = dict(re.findall('  (to .*?): +(.*)\n', self.outcome.err))
         self.world.serve(*shlex.split(ways['to start it again (add options)'])[2:])
@@ -9496,56 +9122,42 @@ class FindServerTest(StoryTest):
         self.play('''
             $ --db my.db run ../w.yaml -o m -> 1: torc.py --db my.db logs 1 a -o m; torc.py --db my.db run 1 --retry-failed -o m
             $ --db my.db logs 1 a -o m -> 0: this
-            $ --db my.db run 1 -o m -> 1: torc.py --db my.db run 1 --retry-failed -o m; torc.py --db my.db workflows init 1; torc.py --db my.db run 1 -o m
-            $ --db my.db logs 1 -o m -> 0: torc.py --db my.db status 1; !torc.py status 1
+            $ --db my.db run 1 -o m -> 1: torc.py --db my.db workflows init 1; torc.py --db my.db run 1 -o m
             $ --db my.db jobs reset-status 1 --no-prompts -> 0: torc.py --db my.db run 1; !torc.py run 1
-            $ --db my.db workflows init 1 --no-prompts -> 0: torc.py --db my.db run 1; !torc.py run 1
-            $ --db my.db workflows init 1 --no-prompts --async -> 0: torc.py --db my.db tasks wait 2; !torc.py tasks
-            $ --db my.db status 1 -> 0: torc.py --db my.db run 1; !torc.py run 1
+            $ --db my.db workflows init 1 --no-prompts --async -> 0: torc.py --db my.db tasks wait 1; !torc.py tasks
             ''')
         self.world.serve('-d', 'my.db')
         self.assertExit(0, self.world.cli('create', 'w.yaml'))
-        output = shlex.quote(os.path.join(self.there, 'torc_output'))
-        self.assertIn(f'Output: torc_output/job_stdio (torc.py logs 1 -o {output})\n', self.world.cli('run', 1, cwd=self.there).err)
-        self.play("$ logs 1 -o '{there}/torc_output' -> 0: this")
+        self.words['output'] = shlex.quote(os.path.join(self.there, 'torc_output'))
+        self.play('$ run 1 -> 1: Output: torc_output/job_stdio (torc.py logs 1 -o {output})')
 
     def test_what_changes_or_was_changed_is_named_with_its_place(self) -> None:
         url = self.world.serve('-d', 'my.db')
         self.words.update(url=url, place=f"workflow 1 (hello) of the database {self.world.path('my.db')} (served at {url})")
         self.play('''
-            $ run ../w.yaml -> 0
-            $ cancel 1 --no-prompts -> 0: Nothing to cancel: {place} is complete
-            $ cancel 1 -> 2: confirmation required ("Cancel {place}?"
-            $ workflows init 1 -> 2: confirmation required ("Forget all results of {place}, and start it again?"
+            $ create ../w.yaml -> 0
             $ delete 1 -> 2: confirmation required ("Delete {place} with all jobs and results?"
             $ workflows reset-status 1 -> 2: confirmation required ("Reset the status of all jobs of {place}?"
-            $ jobs delete-all 1 -> 2: confirmation required ("Delete all jobs of {place}?"
-            $ jobs reset-status 1 -> 2: confirmation required ("Reset the status of 1 job of {place}?"
-            $ user-data delete-all 1 -> 2: confirmation required ("Delete all user data of {place}?"
             $ --url {url} cancel 1 -> 2: workflow 1 (hello) of the server {url}?"
             $ --url {url} user-data create 1 -n d -> 0: Used the server {url}
             $ TORC_API_URL={url} TORC_WORKFLOW_ID=1 user-data create 1 -n e -> 0: !Used
-            $ workflows reset-status 1 --no-prompts -> 0
             $ cancel 1 --no-prompts -> 0: Canceled {place}.
             $ delete 1 2 --no-prompts -> 4: Deleted {place}; workflow 2 not found
             ''')
 
     def test_a_copied_directory_acts_on_itself(self) -> None:
         self.world.write('w.yaml', 'name: hello\njobs: [{name: a, command: sleep 60}]\n')
-        for flags in (('-s',), ('-s', '--in-memory')):
-            runner = self.world.start(*flags, 'run', '../w.yaml', cwd=self.there)
-            here = os.path.join(self.there, 'torc_output', 'torc.db')
-            server = self.world.wait(lambda: connection_of(here), 20, 'the server', [runner])
-            self.world.wait(lambda: '1 running' in self.world.cli('status', 1, cwd=self.there).out, 20, 'the job', [runner])
-            for words in (('cancel', 1, '--no-prompts'), ('exec', '-c', 'true', '-o', 'x')):    # through a server of its own
-                copy = self.world.path(f'copy for {words[0]} {len(flags)}')     # a server of an earlier one may still be leaving
-                shutil.copytree(self.there, copy)
-                self.assertExit(0, self.world.cli(*words, cwd=copy))
-            self.assertEqual(server, connection_of(here))
-            self.play('$ workflows list -> 0: Total: 1\n$ cancel 1 --no-prompts -> 0')
-            self.assertExit(1, runner.finish())
-            self.world.wait(lambda: torc.process_lives(server) is False, 10, 'its server to leave')
-            shutil.rmtree(os.path.dirname(here))
+        runner = self.world.start('-s', '--in-memory', 'run', '../w.yaml', cwd=self.there)
+        here = os.path.join(self.there, 'torc_output', 'torc.db')
+        server = self.world.wait(lambda: connection_of(here), 20, 'the server', [runner])
+        self.world.wait(lambda: '1 running' in self.world.cli('status', 1, cwd=self.there).out, 20, 'the job', [runner])
+        for words in (('cancel', 1, '--no-prompts'), ('exec', '-c', 'true', '-o', 'x')):    # through a server of its own
+            copy = self.world.path(f'copy for {words[0]}')     # a server of an earlier one may still be leaving
+            shutil.copytree(self.there, copy)
+            self.assertExit(0, self.world.cli(*words, cwd=copy))
+        self.assertEqual(server, connection_of(here))
+        self.play('$ workflows list -> 0: Total: 1\n$ cancel 1 --no-prompts -> 0')
+        self.assertExit(1, runner.finish())
 
     def test_a_workflow_goes_on_with_the_files_of_a_copied_or_moved_directory(self) -> None:
         two = 'name: two\njobs:\n- {name: a, command: pwd > a, output_files: [a]}\n- {name: b, command: pwd > b, output_files: [b]}\n' \
@@ -9595,10 +9207,8 @@ class TlsClientTest(StoryTest):
             os.unlink(torc.registration_path())
             self.play('''
                 $ --url {url} ping -> 3: its certificate is not accepted here; --tls-ca-cert FILE
-                $ --url {url} --tls-insecure ping -> 0
                 $ TORC_TLS_INSECURE=true --url {url} ping -> 0
-                $ --url {url} --tls-ca-cert {pem} ping -> {code}: {text}
-                $ TORC_TLS_CA_CERT={pem} TORC_TLS_INSECURE=0 --url {url} ping -> {code}: {text}''')
+                $ --url {url} --tls-ca-cert {pem} ping -> {code}: {text}''')
             if not text:
                 self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
                 self.play('''
@@ -9660,12 +9270,11 @@ class ClientTest(WorldTest):
             for lives, count in ((None, 1), (True, 1), (False, 0)):     # nobody is told of a dead runner as one at work
                 with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: lives):
                     self.assertEqual(count, client.get_workflow_status(id=1)['active_compute_nodes'])
+            for index in range(7):
+                client.create_event({'workflow_id': 1, 'data': {'index': index}})
+            self.assertEqual(list(range(7)), [row['data']['index'] for row in client.pages('list_events', workflow_id=1, limit=3)][-7:])
             with self.assertRaisesRegex(torc.Conflict, 'in use by another torc.py'):
                 torc.Client(database=client.database).reconnect(wait_s=0.1)
-            process = self.python("client = torc.Client(database=sys.argv[2])\nprint(flush=True)\n"
-                                  "client.reconnect()\nprint(client.is_direct)\n", client.database)
-            process.stdout.readline()
-        self.assertEqual(('True\n', ''), process.communicate(timeout=20))   # it has waited for the database
         self.assertEqual(1, client.list_workflows()['count'])       # the next call opens it again
 
     def test_direct_and_http_give_the_same_for_right_and_wrong_parameters(self) -> None:
@@ -9715,36 +9324,19 @@ class ClientTest(WorldTest):
         self.assertRaisesRegex(torc.BadInput, 'get_workflow takes at most 1 values without a name: workflow_id', client.get_workflow, number, 5)
 
     def test_slips_are_answered_at_once(self) -> None:
-        client = self.connect(needs_server=True)
+        client, long = self.connect(needs_server=True), 'x' * 20000000
         for kind, text, call in (
                 (torc.BadInput, "did you mean 'list_jobs'", lambda: client.call('list_job')),
                 (AttributeError, "did you mean 'list_jobs'", lambda: client.list_job),
                 (torc.BadInput, 'get_workflow needs', lambda: client.get_workflow()),
                 (torc.BadInput, 'cannot be sent as JSON', lambda: client.create_workflow({'name': float('nan')})),
                 (torc.BadInput, 'cannot be sent as JSON', lambda: client.create_workflow({'name': '\ud800'})),
-                (torc.BadInput, 'cannot be sent as JSON', lambda: client.create_workflow({'name': object()})),
-                (torc.BadInput, 'bytes; 2097152 are allowed here',
-                 lambda: client.create_workflow({'name': 'w', 'user': 'u', 'description': 'x' * 20000000})),
+                (torc.BadInput, 'bytes; 2097152 are allowed here', lambda: client.create_workflow({'name': 'w', 'user': 'u', 'description': long})),
                 (torc.BadInput, "client.stream.'stream_workflow_events', ...", lambda: client.stream_workflow_events(workflow_id=1)),
                 (torc.NotFound, 'workflow 77 not found', lambda: client.get_workflow(id=77)),
                 (torc.NotFound, 'workflow 77 not found', lambda: next(client.stream('stream_workflow_events', workflow_id=77)))):
             with self.subTest(text=text):
                 self.assertRaisesRegex(kind, text, call)
-
-    def test_who_was_let_in_before_a_server_had_written_its_files_finds_the_token_then(self) -> None:
-        url = self.world.serve('-d', self.world.path('my.db'))
-        os.environ['XDG_STATE_HOME'] = self.world.path('elsewhere')     # where no server is registered
-        client = self.connect(url=url)
-        self.assertRaisesRegex(torc.Denied, 'token is missing', client.list_workflows)
-        os.environ['XDG_STATE_HOME'] = self.world.environment['XDG_STATE_HOME']
-        self.assertEqual(0, client.list_workflows()['count'])
-
-    def test_all_items_come_page_by_page(self) -> None:
-        client = self.connect()
-        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
-        for index in range(7):
-            client.create_event({'workflow_id': number, 'data': {'index': index}})
-        self.assertEqual(list(range(7)), [item['data']['index'] for item in client.pages('list_events', workflow_id=number, limit=3)])
 
     @slow
     def test_an_embedded_server_that_died_is_replaced_by_who_needs_one(self) -> None:
@@ -9837,19 +9429,11 @@ class ClientTest(WorldTest):
             down, hangs = ([f'http://127.0.0.1:{listener.getsockname()[1]}'] for listener in (full, hung))
             for urls, reason in ((down * 6, 'does not answer: too slow'), (hangs * 6, 'no answer from .*too slow'), (down * 3 + hangs, 'too slow')):
                 with self.subTest(urls), torc.connection_file(torc.ServerOptions(database), urls, 'x'):
-                    begun = time.monotonic()
-                    with self.assertRaisesRegex(torc.Unreachable, reason):
-                        torc.Client(database=database).ensure_connected(0.1)
-                    self.assertLess(time.monotonic() - begun, 2.5)
-            client, begun = self.connect(url=hangs[0]), time.monotonic()
+                    self.assertRaisesRegex(torc.Unreachable, reason, torc.Client(database=database).ensure_connected, 0.1)
             with self.assertRaisesRegex(torc.Unreachable, 'too slow'):
-                client.call('create_workflow', {'name': 'w', 'user': 'u'}, deadline_s=0.2)
-            self.assertLess(time.monotonic() - begun, torc.CALL_DEADLINE_S / 2)
-            client.close()
-        os.environ['http_proxy'] = 'http://127.0.0.1:9'
-        with self.assertRaisesRegex(torc.Unreachable, 'does not answer: Connection refused; is the server running'):
-            torc.Client.connect(url=hangs[0])
+                self.connect(url=hangs[0]).call('create_workflow', {'name': 'w', 'user': 'u'}, deadline_s=0.2)
 
+    @slow
     def test_five_at_once_share_one_embedded_server(self) -> None:
         code = ("client = torc.Client.connect(needs_server=True)\n"
                 "for number in range(20): client.create_workflow({'name': 'w', 'user': 'u'})\n"
@@ -9885,7 +9469,7 @@ class ClientStreamTest(ServedTest):
         self.workflow_id = client.create_workflow({'name': 'w', 'user': 'u'})['id']
         begun = time.monotonic()
         self.assertEqual([], list(client.stream('stream_workflow_events', begun + 0.2, workflow_id=self.workflow_id)))
-        self.assertTrue(0.2 <= time.monotonic() - begun < 5)
+        self.assertGreaterEqual(time.monotonic() - begun, 0.2)
         self.world.wait(lambda: not self.readers(), 10, 'the first one to leave')
         events, found = client.stream('stream_workflow_events', workflow_id=self.workflow_id), []
         self.addCleanup(events.close)
@@ -20788,8 +20372,6 @@ TORC_LINES = 34827
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
-    'RoomTest.test_without_descriptors_it_neither_ends_nor_spins': 'could spin so long',
-    'CrowdTest.test_six_hundred_runners_that_poll_are_served_beside_two_hundred_half_requests.poll': 'between two requests',
     'Browser.until': 'between two looks',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'measure_server': 'between two looks',
     'FaultTest.pause': 'until a moment that chance decides',
