@@ -7226,6 +7226,15 @@ class PasswordFileTest(WorldTest):
                 else:
                     self.assertRaisesRegex(error, text, torc.read_users, self.world.path(name))
 
+    def test_a_right_password_is_known_until_it_was_not_used_for_a_while(self) -> None:
+        users = torc.Users(self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4)), 60.0)
+        for now, checks in ((0.0, 1), (59.0, 0), (118.0, 0), (179.0, 1), (180.0, 0)):
+            with self.subTest(now=now), unittest.mock.patch.object(torc.time, 'monotonic', lambda: now), \
+                    unittest.mock.patch.object(torc, 'matches_password', return_value=True) as check:
+                users.check('ann', b'open-sesame')
+                self.assertEqual(checks, check.call_count)
+
+
 
 class PasswordServerTest(ServedTest):
     """A server with a password file beside its token."""
@@ -8091,6 +8100,20 @@ class RoomTest(ServedTest):
         self.assertEqual([200], statuses(read_answers(kept, 1)))
         self.idle()
         self.world.wait(lambda: len(self.listener.connections) == 2, 10, 'those that were refused to be forgotten')
+
+    def test_without_descriptors_the_quiet_make_room_and_it_goes_on(self) -> None:
+        idle, late = self.idle(), self.stack.enter_context(socket.socket())
+        late.settimeout(10)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        late.connect(('127.0.0.1', self.server.port))
+        self.assertEqual(b'', read_all(idle))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        late.sendall(http_request())
+        self.assertEqual([200], statuses(read_answers(late, 1)))
 
     def test_it_takes_a_share_of_what_the_user_may_have(self) -> None:
         for processes, files, most in ((-1, -1, 6), (16, 1024, 4), (20, 1024, 5), (4096, 10, 5), (1, 1, 4)):
