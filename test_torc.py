@@ -10633,7 +10633,7 @@ class SubmissionReplyTest(unittest.TestCase):
             self.assertEqual(code == torc.COMMAND_NOT_FOUND, torc.is_accounting_off(reply))
 
     def test_which_job_names_which_record(self):
-        jobs = torc.parse_own_jobs('1|PENDING|wf7_a12|torc:other:7:12\n2|RUNNING|wf7_a12|\nwelcome\n3|PENDING|torc-wf7-sched3-abc|\n'
+        jobs = torc.parse_own_jobs('2|RUNNING|wf7_a12|\n1|PENDING|wf7_a12|torc:other:7:12\nwelcome\n3|PENDING|torc-wf7-sched3-abc|\n'
                                    '4|RUNNING|x|torc:abc:7:13\n')
         def find(number: int, is_chain: bool = False) -> Optional[int]:
             item = torc.Submission(number, {'id': 7}, {'id': 3, 'serialize_allocations': is_chain}, {}, allocation_needs(), 'abc')
