@@ -7836,6 +7836,9 @@ class TurnTest(WorldTest):
                 word.lease_ends_at = 5.0
                 self.server.look_at_clock(planned_s)
                 self.assertEqual(None if is_anew else 5.0, word.lease_ends_at)
+        real = torc.uptime_s
+        with unittest.mock.patch.object(torc, 'uptime_s', lambda: real() + 3600):       # stopped after that look, in the middle of a turn
+            self.assertLess(self.server.service.clock(), real() + 60)
 
     NODE = dict(
         hostname=socket.gethostname(), pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0,
