@@ -9167,7 +9167,7 @@ class FindServerTest(StoryTest):
             $ --url {url} cancel 1 -> 2: workflow 1 (hello) of the server {url}?"
             $ --url {url} user-data create 1 -n d -> 0: Used the server {url}
             $ TORC_API_URL={url} TORC_WORKFLOW_ID=1 user-data create 1 -n e -> 0: !Used
-            $ cancel 1 --no-prompts -> 0: Canceled {place}.
+            $ cancel 1 --no-prompts -> 0: Canceled {place}
             $ delete 1 2 --no-prompts -> 4: Deleted {place}; workflow 2 not found
             ''')
 
