@@ -9006,7 +9006,7 @@ class ContainerTest(WorldTest):
         need('container', done and done.returncode == 0, 'root, a kernel with pid namespaces and unshare(1)')
         command = 'touch begun; until test -e go; do sleep 0.02; done'
         self.world.write('one.yaml', json.dumps({'name': 'one', 'jobs': [{'name': 'a', 'command': command}]}))
-        with unittest.mock.patch.object(self.world, 'command', lambda argv: list(map(os.fsencode, words)) + World.command(argv)):
+        with unittest.mock.patch.object(self.world, 'command', lambda *argv: list(map(os.fsencode, words)) + World.command(*argv)):
             runner = self.world.start(*flags, 'run', 'one.yaml')
         self.world.wait(lambda: os.path.exists(self.world.path('begun')), 20, 'its job', [runner])
         return runner
@@ -11610,6 +11610,35 @@ class MonitorRunTest(RunnerCase):
         words = f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once'
         self.assertEqual([(99, words), (137, 'killed by SIGKILL'), (0, None), (0, None), (137, 'killed by SIGKILL')],
                          [(row['return_code'], row.get('reason')) for row in self.rows()])
+
+    @slow
+    def test_what_the_kernel_kills_in_our_control_group_is_said_to_be_killed_by_it(self):
+        # Of version 2, a group that has processes of its own may have none below it that is limited.
+        directories, name = torc.control_group_directories('memory') or [''], 'memory.limit_in_bytes'
+        of_version_1 = [path for path in directories if os.path.exists(os.path.join(path, name))]
+        group = os.path.join((of_version_1 or directories)[-1], f'torc-test-{os.getpid()}')
+        limit = os.path.join(group, name if of_version_1 else 'memory.max')
+        with contextlib.suppress(OSError):
+            os.mkdir(group)
+            self.addCleanup(lambda: self.world.wait(lambda: not os.path.exists(group) or os.rmdir(group), 20, 'the end of all in the group'))
+        need('cgroup', os.access(limit, os.W_OK), 'a memory control group in which groups may be made')
+        with open(limit, 'w') as text:
+            text.write(str(300 << 20))
+        self.world.write('w.yaml', """
+            name: w
+            execution_config: {mode: direct, oom_exit_code: 99}
+            jobs:
+            - {name: greedy, command: 'exec %s -S -c "x = bytearray(600 << 20)"'}
+            - {name: killed, command: 'kill -9 $$', depends_on: [greedy], cancel_on_blocking_job_failure: false}
+            """ % sys.executable)
+        with self.world.inside():
+            self.world.started.append(Background(
+                ['sh', '-c', f'echo $$ > "{group}/cgroup.procs" && exec {sys.executable} "{stub_path()}" run w.yaml'],
+                self.world.directory, self.world.environment, os.path.join(self.world.root, 'logs', 'runner')))
+        self.assertExit(1, self.world.started[-1].finish(),
+                        'failed greedy (return code 99): killed by the kernel for lack of memory (',
+                        'failed killed (return code 137): killed by SIGKILL\n')
+        self.world.leave()
 
 
 # ======== 16e. Runner's steps ========
