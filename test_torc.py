@@ -11824,18 +11824,59 @@ class SlurmStepCase(SlurmTest):
         return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
 
     def progress(self) -> str:
+        """For messages."""
         return f'{self.runner}\n{self.log()}'
 
     def log(self) -> str:
+        """The runner's log."""
         return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*.log'))
 
+    def jobs(self) -> Dict[str, str]:
+        """Name -> status."""
+        rows = self.assertExit(0, self.world.cli('-f', 'json', 'jobs', 'list', 1)).json()['items']
+        return {row['name']: row['status'] for row in rows}
+
     def out(self, job_id: int) -> str:
+        """What a job has printed."""
         return self.world.read(f'torc_output/job_stdio/job_wf1_j{job_id}_r1_a1.o')
 
     def live_steps(self) -> Dict[str, str]:
         """Name -> id of steps that Slurm thinks run, but its own (extern, batch)."""
         lines = self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j %i').splitlines()
         return {name: number for name, number in map(str.split, lines) if name not in ('extern', 'batch')}
+
+    def run_twice(self, harm: Callable[[int], Any], said: str, deadline_s: float = 60) -> None:
+        """A job is harmed in its first attempt, by what gets its pid; the second completes, and the first is gone."""
+        self.allocate()
+        self.begin('[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $$ > pid; exec sleep 1000')
+        harm(self.pid_in('pid'))
+        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')], [row[:2] + row[3:] for row in self.ended(deadline_s)], self.progress())
+        self.assertEnds('pid')
+        self.assertIn(said, self.log())
+
+    def kill_srun(self, _: int) -> None:
+        """Kill both processes of the one srun; the second one may have ended by itself by then."""
+        for pid in sorted(processes_with(self.world.mark)):
+            if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0', b'/usr/bin/srun\0')):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@slow
+class LongStepTest(SlurmStepCase):
+    """What Slurm takes a minute or more for."""
+
+    def test_the_early_signal_lets_a_job_save_and_the_limit_ends_another_with_152(self):
+        self.allocate(minutes=3)
+        self.begin('trap "echo saved; exit 0" USR1; while :; do sleep 0.2; done',
+                   'trap : USR1; trap "exit 42" TERM; while :; do sleep 0.2; done', 'trap : USR1; while :; do sleep 0.2; done',
+                   config={'sigkill_headroom_seconds': 70, 'srun_termination_signal': 'USR1@40'})
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated')], self.ended(170))
+        self.assertEqual('saved\n', self.out(1))
+        self.assertIn("stopped: the runner's time is over", self.log())
+
+    def test_a_job_whose_slurmstepd_is_killed_goes_back_to_ready(self):
+        self.run_twice(lambda pid: os.kill(torc.find_ancestors(pid)[1], signal.SIGKILL), 'its slurmstepd was lost', 120)
 
 
 @slow
@@ -11861,17 +11902,45 @@ class SlurmStepTest(SlurmStepCase):
         self.assertEqual({f'wf1_j{number}_r1_a1' for number in range(1, 10)}, set(self.steps_of(self.job_id)))
         self.assertFalse(os.path.exists(self.world.path('torc_output', 'slurm_steps')))
 
-    def test_a_job_whose_srun_is_killed_goes_back_to_ready_and_its_step_is_gone(self):
+    def test_a_timeout_counts_from_the_start_of_the_step(self):
+        self.allocate(num_nodes=1)      # 800 MB: one waits in its srun for the other, by queue depth
+        self.begin({'command': 'sleep 1000', 'resource_requirements': 'big'}, {'command': 'sleep 1000', 'resource_requirements': 'big'},
+                   {'command': "trap 'exit 0' TERM; while :; do sleep 0.1; done", 'timeout': 3}, config={'timeout': 6}, words=('-j', 3))
+        self.assertEqual([(1, 1, 152, 'terminated'), (2, 1, 152, 'terminated'), (3, 1, 0, 'completed')], self.ended(120))
+        for row in self.world.cli('-f', 'json', 'results', 'list', 1).json()['items']:
+            self.assertGreaterEqual(row['exec_time_minutes'] * 60, 3 if row['job_id'] == 3 else 5.9, row)
+        self.assertEqual({}, self.live_steps())
+
+    def test_a_step_that_is_canceled_by_others_is_terminated_and_not_run_again(self):
         self.allocate()
-        self.begin('[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $$ > pid; exec sleep 1000')
+        self.begin('echo $$ > pid; exec sleep 1000', 'echo ok')
         self.pid_in('pid')
-        for pid in sorted(processes_with(self.world.mark)):     # both; the second one may have ended by itself by then
-            if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0', b'/usr/bin/srun\0')):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')], [row[:2] + row[3:] for row in self.ended()], self.progress())
+        self.wait_slurm(lambda: 'wf1_j1_r1_a1' in self.live_steps(), 20, 'the step')
+        self.bed.ask('scancel', self.live_steps()['wf1_j1_r1_a1'])
+        self.assertEqual([(1, 1, 137, 'terminated'), (2, 1, 0, 'completed')], self.ended())
         self.assertEnds('pid')
-        self.assertIn('its srun was killed', self.log())
+        self.assertIn('its Slurm step was canceled (scancel)', self.log())
+
+    def test_a_job_whose_srun_is_killed_goes_back_to_ready_and_its_step_is_gone(self):
+        self.run_twice(self.kill_srun, 'its srun was killed')
+
+    def test_a_step_that_finds_no_room_waits_for_it(self):
+        self.allocate(num_nodes=1)
+        words = ['srun', f'--jobid={self.job_id}', '--exact', '--ntasks=2', '--mem=10', '--gres=none', 'sleep', '4']
+        other = subprocess.Popen(words, env=self.world.environment, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.addCleanup(other.wait)
+        self.wait_slurm(self.live_steps, 20, 'the other step')
+        self.begin('echo ok')
+        self.assertEqual([(1, 1, 0, 'completed')], self.ended())
+
+    def test_a_canceled_workflow_cancels_its_steps(self):
+        self.allocate()
+        self.begin('echo $$ > a; exec sleep 1000')
+        self.pid_in('a')
+        self.assertExit(0, self.world.cli('cancel', 1, '--no-prompts'))
+        self.ended()
+        self.assertEnds('a')
+        self.assertEqual({'j1': 'canceled'}, self.jobs())
 
     def test_when_the_runner_is_killed_its_steps_die_within_seconds_on_all_nodes(self):
         self.allocate()
@@ -11886,6 +11955,48 @@ class SlurmStepTest(SlurmStepCase):
         self.assertEnds(*names)
         self.assertLess(time.monotonic() - began, 10)
         self.wait_slurm(lambda: not self.live_steps(), 20, 'the end of the steps')
+
+    def test_when_the_allocation_is_canceled_its_jobs_have_failed(self):
+        self.cancel_allocation('slurm', 'exec sleep 1000')
+
+    def test_as_processes_of_the_runner_they_have_too_also_a_shell_that_goes_on_when_its_program_was_signaled(self):
+        self.cancel_allocation('direct', 'sleep 1000; echo on')
+
+    def cancel_allocation(self, mode: str, sleep: str) -> None:
+        """Three jobs run in an allocation until it is canceled."""
+        self.spec(*(f'echo $$ > {number}; {sleep}' for number in (1, 2, 3)), config={'mode': mode})
+        command = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', 'w.json', '-p', '0.3')))
+        self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=3', '--mem=800', '-t', 5, '--no-requeue')
+        self.wait_slurm(lambda: all(map(self.world.read, '123')), 60, 'its jobs')
+        self.bed.ask('scancel', self.job_id)
+        self.wait_slurm(lambda: not self.live_allocations(), 40, 'its end')
+        self.runner = self.world.read('run.log')
+        self.assertEnds(*'123')
+        for name in ('j1', 'j2', 'j3'):
+            self.assertIn(f'failed {name} (return code -128): Slurm job {self.job_id} was canceled by a user', self.runner, self.progress())
+
+
+@slow
+class LostNodeStepTest(SlurmStepCase):
+    """What needs nodes for itself."""
+    is_alone = True
+
+    def test_a_job_that_loses_its_node_goes_back_to_ready_and_nothing_more_is_started_there(self):
+        self.allocate('--no-kill', '--nodelist=node2,node3')
+        self.addCleanup(self.bed.control, 'start-node', 'node3')
+        self.begin(*['[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $SLURMD_NODENAME > on.$TORC_JOB_ID; '
+                     '[ $SLURMD_NODENAME = node2 ] || exec sleep 1000; until [ -e go ]; do sleep 0.2; done'] * 8)
+        self.world.wait(lambda: all(self.world.read(f'on.{number}') for number in range(1, 9)), 60, 'all jobs', state=self.progress)
+        self.bed.control('kill-node', 'node3')
+        self.world.wait(lambda: 'lost its node' in self.log(), 90, 'the loss', [self.runner], self.progress)
+        self.world.write('go', '')
+        self.world.wait(lambda: self.log().count('Job completed') >= 8, 90, 'the jobs of node2', state=self.progress)
+        self.runner.send(signal.SIGINT)
+        ends = {row[0]: row[1:] for row in self.ended(90) if row[1] == 1}
+        self.assertEqual(sorted([(1, 0, 'completed')] * 4 + [(1, 137, 'terminated')] * 4), sorted(ends.values()), self.progress())
+        lost = {f'j{job_id}' for job_id, end in ends.items() if end[1]}
+        self.assertLessEqual({self.jobs()[name] for name in lost}, {'ready', 'completed'})
+        self.assertNotIn('node configuration is not available', self.log())
 
 
 # ======== 16f. Runner's accounting ========
@@ -12033,6 +12144,49 @@ class AccountingTest(PartTest):
         self.assertEqual([(1, 'j1'), (2, 'j2')] * 5, [row[:2] for row in samples], 'the first gives no CPU percent')
         self.assertEqual({(50.0, 1 << 20, 1)}, {(round(row[2][1], 1), *row[2][2:]) for row in samples[:6]})
         self.assertEqual((50, 1 << 20), tuple(round(first.step.usage.fields(120.0, 0.0, 0)[key]) for key in ('peak_cpu_percent', 'avg_memory_bytes')))
+
+
+@slow
+class StepFiguresTest(SlurmTest):
+    """From the steps of a runner to the results. NoAccountingTest is without an accounting, AccountingTest has more cases."""
+    SPEC = """
+        name: figures
+        resource_requirements: [{name: r, num_cpus: 1, memory: 300m, runtime: PT5M}]
+        resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}
+        execution_config: {mode: slurm}
+        jobs:
+          - {name: busy, command: 'exec %s -S busy.py', resource_requirements: r}
+          - {name: quick, command: "true", resource_requirements: r}
+          - {name: bad, command: exit 3, resource_requirements: r}
+        """
+    BUSY = ('import time\nx = bytearray(100 << 20)\n'     # CPU time, which it gets later on a busy machine
+            'while time.process_time() < 10:\n    sum(range(1000))\n')
+
+    def test_results_have_the_peaks_of_both_sources_and_the_average_of_sacct(self):
+        self.world.write('busy.py', self.BUSY)
+        self.world.write('w.yaml', self.SPEC % sys.executable)
+        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        variables = ' '.join(f'{name}={shlex.quote(value)}' for name, value in fakes.variables.items())
+        program = f'{shlex.quote(sys.executable)} {shlex.quote(stub_path())}'
+        job_id = self.sbatch(f'exec env {variables} {program} run w.yaml > said 2>&1', '-N1', '-n4', '--mem=2000', '-t', 5)
+        self.wait_slurm(lambda: not self.live_allocations(), 120, 'the end')
+        items, stats = ({item['job_name']: item for item in self.assertExit(0, self.world.main('-f', 'json', *words, 1)).json()['items']}
+                        for words in (('results', 'list'), ('slurm', 'stats')))
+        self.assertEqual({'busy': 0, 'quick': 0, 'bad': 3}, {name: item['return_code'] for name, item in items.items()}, self.world.read('said'))
+        self.assertEqual(dict.fromkeys(items, job_id), {name: row['slurm_job_id'] for name, row in stats.items()})
+        busy, row = items['busy'], stats['busy']
+        known = self.steps_of(job_id)[f"wf1_j{busy['job_id']}_r1_a1"]
+        self.assertEqual((torc.parse_slurm_memory(known['MaxRSS']), torc.parse_slurm_cpu_time(known['AveCPU']), known['NodeList']),
+                         tuple(row[key] for key in ('max_rss_bytes', 'ave_cpu_seconds', 'node_list')))
+        self.assertGreaterEqual(busy['peak_memory_bytes'], row['max_rss_bytes'])
+        self.assertGreater(busy['avg_memory_bytes'], 100 << 20)
+        self.assertAlmostEqual(row['ave_cpu_seconds'] / busy['exec_time_minutes'] / 60 * 100, busy['avg_cpu_percent'])
+        self.assertLessEqual(len(fakes.calls('sacct')), 3 + 2 * busy['exec_time_minutes'])
+        self.assertEqual([], fakes.calls('squeue'))
+        path, = glob.glob(glob.escape(self.world.path('torc_output', 'resource_utilization')) + '/*.db')
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            samples = connection.execute('SELECT job_id, max(memory_bytes), num_processes FROM job_resource_samples').fetchone()
+        self.assertEqual((busy['job_id'], True, 1), (samples[0], samples[1] > 100 << 20, samples[2]))
 
 
 # ======== 16g. Runner's allocation ========
@@ -21552,9 +21706,7 @@ def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[st
     warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begun, score = time.monotonic(), Score(is_verbose, sum(suite.countTestCases() for suite in suites))
-    for is_measured in (False, True):       # how long something takes is looked at when no other test is at work
-        chosen = [suite for suite in suites if any(hasattr(test, 'is_measured') for test in suite) == is_measured]
-        run_in_workers(chosen, 1 if is_measured else jobs, required, score, limit_s)
+    run_in_workers(suites, jobs, required, score, limit_s)
     passed, skipped = score.counts['ok'], score.counts['skipped']
     print()
     for title, texts in score.failed.items():
