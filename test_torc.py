@@ -21679,7 +21679,8 @@ def title_of(test: Any) -> str:
 
 
 def chosen_tests(patterns: Sequence[str], is_all: bool) -> List[unittest.TestSuite]:
-    """Suites of what is not marked @slow, in the order of this file. With patterns, all tests whose title holds one."""
+    """Suites of what is not marked @slow, with patterns of all tests whose title holds one. The last of this file come
+    first, since they take longest: else one of them would be waited for at the end."""
     loader, found = unittest.TestLoader(), []
     for case in {value for value in globals().values() if isinstance(value, type) and issubclass(value, unittest.TestCase)}:
         is_whole = is_all or bool(patterns)
@@ -21691,7 +21692,7 @@ def chosen_tests(patterns: Sequence[str], is_all: bool) -> List[unittest.TestSui
             fnmatch.fnmatchcase(f'{case.__name__}.{name}'.lower(), f'*{pattern.lower()}*') for pattern in patterns)]
         if chosen:
             found.append((line_of(case, names[0]), unittest.TestSuite(map(case, chosen))))
-    return [suite for _, suite in sorted(found, key=operator.itemgetter(0))]
+    return [suite for _, suite in sorted(found, key=operator.itemgetter(0), reverse=True)]
 
 
 def line_of(case: type, name: str) -> int:
