@@ -29290,7 +29290,7 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     """
     planned = plan_regeneration(session, workflow, options)
     if options.is_dry_run or planned.plan is None:
-        return describe_regeneration(workflow['id'], planned)
+        return describe_regeneration(workflow['id'], planned, {})
     return perform_regeneration(session, workflow, planned)
 
 
@@ -29361,7 +29361,7 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any],
     return describe_regeneration(number, planned, stored, submitted)
 
 
-def describe_regeneration(workflow_id: int, planned: Regeneration, stored: Dict[str, Any] = {},
+def describe_regeneration(workflow_id: int, planned: Regeneration, stored: Dict[str, Any],
                           slurm_job_ids: Sequence[int] = ()) -> Dict[str, Any]:
     """Torc's JSON, with our additions at the end. `stored`: what store_allocations has answered, if anything."""
     options, renewals, profile = planned.options, planned.renewals, planned.profile
@@ -29921,7 +29921,7 @@ def describe_recovery(session: Session, found: Evidence, plan: RecoveryPlan,
             dict(describe_adjustment('upscale', change.corrections), split=change.is_split,
                  changed_job_ids=change.job_ids) for change in remedies.changes]
     if plan.allocations is not None and args['dry_run']:
-        result['slurm_dry_run'] = describe_regeneration(number, plan.allocations)
+        result['slurm_dry_run'] = describe_regeneration(number, plan.allocations, {})
     result.update(counts, canceled_retried=len(plan.canceled), notes=remedies.notes, jobs_left=found.num_left,
                   changed=list_outdated(plan))
     result['not_retried'] = [
