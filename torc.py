@@ -29250,8 +29250,9 @@ def cmd_sync_status(session: Session, args: Arguments) -> Answer:
     """Clean up, and say what was done, or would be."""
     workflow = session.workflow(choose_workflow(session, args))
     if not args['dry_run']:
+        take_in_first(session, workflow, args['output_dir'])
         session.report(*go_on_submitting(session, workflow))
-    found = clean_up(session, workflow, args['output_dir'], bool(args['dry_run']))
+    found = clean_up(session, workflow, args['output_dir'], bool(args['dry_run']), not args['dry_run'])
     would, lines = 'would be ' if found['dry_run'] else '', []
     for row in found['allocations']:
         lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
