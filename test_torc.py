@@ -10773,6 +10773,13 @@ class StepRulesTest(unittest.TestCase):
             reason = meaning.format(signal='SIGUSR1') + ': what srun said'
             self.assertEqual(kind if meaning else '', torc.read_step_outcome(reason))
 
+    def test_the_accounting_is_asked_only_where_it_may_change_the_verdict(self):
+        for notes, sign, stopped_for, is_clear in (
+                ('end 0 0', '', '', True), ('end 0 0', 'canceled', '', True), ('end 7 0', '', '', False),
+                ('end 137 9', '', 'interrupt', True), ('signal 15', 'canceled', '', False), ('signal 15', 'node', '', True),
+                ('failed x', '', '', True), ('', '', '', False)):
+            self.assertEqual(is_clear, torc.is_step_clear(step_notes('step;' + notes), sign, stopped_for), (notes, sign))
+
 
 class SupervisorTest(WorldTest):
     """The program of a step, without Slurm: here the test is slurmstepd."""
@@ -20577,7 +20584,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34827
+TORC_LINES = 34825
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

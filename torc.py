@@ -29846,9 +29846,7 @@ def explain_nothing(session: Session, found: Evidence, plan: RecoveryPlan, args:
     undecided = counts['pending_failed']
     if undecided:
         told.append(f"{counted(undecided, 'failure', 'waits/wait')} for a decision")
-    if args['retry_canceled'] and counts['canceled']:
-        told.append('what was canceled waits for that')
-    elif stay:
+    if stay and not args['retry_canceled']:
         retry = command_line(session, 'recover', found.workflow['id'], '--retry-canceled')
         told.append(f"{counted(stay, 'job', 'was/were')} canceled: `{retry}` runs such jobs again")
     head = 'nothing to retry: ' if found.failures else 'Cannot recover: no job failed; '
