@@ -15836,6 +15836,17 @@ class RunTest(CommandTest):
                 ("exec -c {x} --param \"x=['']\"", "error: job 'x_{x}': command must not be empty: write true for a job that does nothing\n")):
             self.assertExit(2, self.world.main(*shlex.split(line)), text)
 
+    def test_a_server_that_is_gone_at_the_end_of_a_run_is_asked_no_further_and_the_run_is_reported(self):
+        run_workflow, asked = torc.run_workflow, unittest.mock.Mock(side_effect=torc.Unreachable('no answer'))
+        def run(client: torc.Client, *args: Any) -> torc.RunOutcome:
+            outcome = run_workflow(client, *args)
+            client.call = asked
+            return outcome
+        with unittest.mock.patch.object(torc, 'run_workflow', run):
+            done = self.world.main('exec', '-c', 'false', '--monitor', 'time-series', '--generate-plots')
+        self.assertExit(1, done, 'the plots were not drawn: no answer', 'has ended', '1 failed', 'See more: ')
+        self.assertEqual(2, asked.call_count)       # by the plots, and for the status
+
     def test_exec_prints_output_in_order_retries_and_goes_on_after_an_edit(self):
         done = self.assertExit(0, self.world.main('exec', '-c', 'while [ {i} = 1 ] && [ ! -e 2 ]; do sleep 0.02; done; touch {i}; echo out {i}; echo err {i} >&2',
                                                  '--param', 'i=1:2', '-k', '-j', 2))
@@ -20584,7 +20595,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34825
+TORC_LINES = 34829
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

@@ -27971,12 +27971,14 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
     finally:
         progress.finish()
     plot_run(session, workflow, options.output_dir)
+    has_server = False
     with contextlib.suppress(TorcError):    # no server any more: what it said last must do
         status = session.call('get_workflow_status', workflow_id=workflow['id'])
         workflow = session.workflow(workflow['id'])     # in a run that has begun since
         outcome = outcome._replace(**{key: status[key] for key in ('jobs_by_status', 'is_complete',
                                                                    'is_canceled')})
-    code = report_outcome(session, workflow, outcome, options, output)
+        has_server = True
+    code = report_outcome(session, workflow, outcome, options, output, has_server)
     event = '' if outcome.interrupted_by else 'complete' if not code else \
         'failed' if outcome.is_complete or outcome.is_canceled else 'stuck' if outcome.reason == 'stuck' else ''
     failure = notify(session, options.notify, workflow, event, outcome.jobs_by_status)
@@ -28060,8 +28062,9 @@ REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no jo
 
 
 def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutcome,
-                   options: RunnerOptions, output: Sequence[str]) -> int:
-    """The summary: counts, why jobs failed, what others wait for, how to continue. The exit code."""
+                   options: RunnerOptions, output: Sequence[str], has_server: bool) -> int:
+    """The summary: counts, why jobs failed, what others wait for, how to continue. The exit code.
+    A server that has gone is asked nothing: each question would wait for it anew."""
     number, code, counts = workflow['id'], outcome_exit(outcome), outcome.jobs_by_status
     if session.options['quiet'] and code == 0:
         return code
@@ -28070,7 +28073,8 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
              if not outcome.is_complete else 'has ended' if code else 'is complete')
     session.report(f"Workflow {number} ({workflow['name']}) {ended} after {format_seconds(outcome.wall_s)}: "
                    + format_counts(counts))
-    report_reasons(session, number)
+    if has_server:
+        report_reasons(session, number)
     # `logs` looks in the directory of the workflow's creation.
     base, given = map(os.path.realpath, (base_directory(workflow), options.output_dir))
     directory_words = [] if given == os.path.realpath(os.path.join(base, DEFAULT_OUTPUT_DIR)) else [
@@ -28079,7 +28083,7 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *directory_words)
         session.report(f"See more: {logs}; {command_line(session, 'results', 'list', number, '--failed')}")
     with contextlib.suppress(TorcError):        # no server any more
-        ids = session.call('list_missing_user_data', workflow_id=number)['user_data']
+        ids = has_server and session.call('list_missing_user_data', workflow_id=number)['user_data']
         if ids:     # completed jobs have declared them as their output, and not written them
             items = session.items('list_user_data', workflow_id=number)
             names = first_of([item['name'] for item in items if item['id'] in set(ids)], CANDIDATES_SHOWN)
