@@ -17258,7 +17258,7 @@ class RecoverTest(RecoverCase):
         self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}', {name: self.ENDS[name] for name in ('gone', 'bad')})
         write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1, torc_py=database_of(self.world))])
         before, error = self.statuses(), OSError(errno.EIO, 'Input/output error')
-        for name in ('read_copy', 'is_directory_there'):
+        for name in ('read_copy', 'has_entries'):
             with unittest.mock.patch.object(torc, name, side_effect=error):
                 for words in ('workflows sync-status 1', 'recover 1', 'recover 1 --retry-unknown'):
                     self.assertExit(4, self.world.main(*words.split()), 'nothing was changed: a journal cannot be read')

@@ -29132,10 +29132,10 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, directories
             'journals': journals}, rejected
 
 
-def is_directory_there(path: str) -> bool:
-    """Whether a directory is there. OSError if it cannot be read, as in a file system that is away."""
+def has_entries(path: str) -> bool:
+    """Whether anything is in a directory. OSError if it cannot be read, as in a file system that is away."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return bool(os.listdir(path))       # nothing is in an empty one
+        return bool(os.listdir(path))
     return False
 
 
@@ -29149,7 +29149,7 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
     # The directory as it is called from here or from where the workflow was made, and those of allocations.
     found = [output_dir, os.path.join(base_directory(workflow), output_dir),
              *(row['output_dir'] for row in rows['allocations'] if row.get('output_dir'))]
-    directories = list(filter(is_directory_there, dict.fromkeys(
+    directories = list(filter(has_entries, dict.fromkeys(
         os.path.realpath(os.path.join(path, JOURNAL_DIRECTORY)) for path in found)))
     if is_dry_run:
         places = [place for place in directories if find_journals(place, workflow['id'], run_id)[0]]
@@ -31827,7 +31827,7 @@ In an allocation
             [ "$(squeue --me -h -t PD -n torc-server)" ] || sbatch server.sh
         done) &
         exec python3 /path/to/torc.py serve -d study.db
-    To end it for good, with nothing left to queue:
+    To end it for good, without the script that it would queue again:
         mv server.sh server.off
         scancel -u $USER -n torc-server -t PD
         scancel -u $USER -n torc-server --batch --signal=INT
