@@ -25716,10 +25716,8 @@ def name_workflow(session: Session, workflow_id: int) -> str:
     return printable_line(f"workflow {workflow['id']} ({workflow['name']}) of {session.client.location}")
 
 
-def choose_workflow(session: Session, args: Arguments) -> int:
-    """The given or the only workflow; of several a choice on a terminal, elsewhere an error."""
-    if args['workflow_id'] is not None:
-        return args['workflow_id']
+def choose_workflow(session: Session) -> int:
+    """The only workflow; of several a choice on a terminal, elsewhere an error."""
     # Only the user's own: an operation on somebody else's needs its id.
     own = session.items('list_workflows', user=user_name(), is_archived=False)
     if not own:
@@ -25815,41 +25813,26 @@ def is_id(word: str) -> bool:
 # -------- input --------
 
 def read_input(session: Session, path: str) -> bytes:
-    """Content of a file that the user named; '-' is stdin."""
+    """Content of a file that the user named; '-' is stdin. Not more than a workflow: /dev/zero has no end."""
+    if path == '-' and session.stdin.isatty():
+        session.report('torc: reading from the terminal; end with Ctrl-D')
     try:
-        if path == '-':
-            if session.stdin.isatty():
-                session.report('torc: reading from the terminal; end with Ctrl-D')
-            return read_bounded(session.stdin.buffer)
-        with open(path, 'rb') as file:
-            return read_bounded(file)
+        with contextlib.ExitStack() as files:
+            file = session.stdin.buffer if path == '-' else files.enter_context(open(path, 'rb'))
+            # Piece by piece: one read of the limit would allocate all of it, in spite of `ulimit -v`.
+            pieces = iter(lambda: file.read(2 ** 20), b'')
+            data = b''.join(itertools.islice(pieces, MAX_SPEC_BYTES // 2 ** 20))
+            is_larger = bool(next(pieces, b''))
     except OSError as error:
         raise BadInput(f'cannot read {path}: {error.strerror}') from None
     except ValueError:
         raise BadInput('a path cannot hold a null character') from None
-
-
-def read_bounded(file: Any) -> bytes:
-    """All of a file, unless it is larger than any workflow: /dev/zero has no end."""
-    # Piece by piece: one read of the limit would allocate all of it, in spite of `ulimit -v`.
-    pieces = iter(lambda: file.read(2 ** 20), b'')
-    data = b''.join(itertools.islice(pieces, MAX_SPEC_BYTES // 2 ** 20))
-    if next(pieces, b''):
+    if is_larger:
         raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
     return data
 
 
 # -------- commands that only ask --------
-
-def with_workflow(session: Session, args: Arguments) -> Arguments:
-    """The arguments that were given; with the chosen workflow where the command needs one."""
-    found = given(args)
-    if 'workflow_id' in args:
-        found['workflow_id'] = choose_workflow(session, args)
-    if 'group_id' in args:
-        found['group_id'] = find_group(session, args['group_id'])
-    return found
-
 
 def find_group(session: Session, word: str) -> int:
     """Id of an access group, which is named by it or by its name."""
@@ -25868,7 +25851,7 @@ def find_group(session: Session, word: str) -> int:
 def shows(op: str, text: str = '') -> CommandFunction:
     """A command that shows the answer of an operation: as a record, or as a text with the answer's keys."""
     def command(session: Session, args: Arguments) -> Answer:
-        answer = session.call(op, **with_workflow(session, args))
+        answer = session.call(op, **given(args))
         cells = {key: format_cell(value) for key, value in answer.items()}
         return Answer(answer, [text.format(**cells)] if text else None)
     return command
@@ -25877,7 +25860,7 @@ def shows(op: str, text: str = '') -> CommandFunction:
 def shows_ids(op: str, key: str) -> CommandFunction:
     """A command that shows ids, a line each."""
     def command(session: Session, args: Arguments) -> Answer:
-        ids = session.call(op, **with_workflow(session, args))[key]
+        ids = session.call(op, **given(args))[key]
         return Answer({key: ids}, list(map(str, ids)) or ['None'])
     return command
 
@@ -25885,8 +25868,7 @@ def shows_ids(op: str, key: str) -> CommandFunction:
 def lists(op: str, columns: str, what: str, key: str = '') -> CommandFunction:
     """A command that lists the items of an operation: page by page, or, with a key for JSON, all at once."""
     def command(session: Session, args: Arguments) -> Listing:
-        query = with_workflow(session, args)
-        items = session.call(op, **query) if key else session.items(op, **query)
+        items = session.call(op, **given(args)) if key else session.items(op, **given(args))
         return Listing(headings_of(columns), items, what, {key: items} if key else None)
     return command
 
@@ -25894,7 +25876,7 @@ def lists(op: str, columns: str, what: str, key: str = '') -> CommandFunction:
 def changes(op: str, text: str) -> CommandFunction:
     """A command that changes something, and says so in a sentence with the keys of answer and arguments."""
     def command(session: Session, args: Arguments) -> Answer:
-        args, in_path = dict(args, **with_workflow(session, args)), path_parameters(OPERATIONS[op])
+        in_path = path_parameters(OPERATIONS[op])
         rest = {key: value for key, value in args.items() if key not in in_path}
         body = rest if OPERATIONS[op].body else None
         answer = session.call(op, body, **{key: args[key] for key in in_path})
@@ -26082,10 +26064,8 @@ def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
 def cmd_list(session: Session, args: Arguments) -> Listing:
     """Objects of a workflow; the other arguments are the list operation's own filters."""
     plural = noun_of(session).plural or session.command.name.partition(' ')[0].replace('-', '_')
-    query = given(args, 'workflow_id', 'exclude')
-    query['workflow_id'] = choose_workflow(session, args)
     items = [with_nulls(dated(item), noun_of(session).keys)
-             for item in session.items(f'list_{plural}', **query)]
+             for item in session.items(f'list_{plural}', **given(args, 'exclude'))]
     if plural == 'jobs':
         add_outcomes(session, items)
     headings = {heading.title.lower(): heading for heading in headings_of(noun_of(session).columns)}
@@ -26143,7 +26123,7 @@ def cmd_get(session: Session, args: Arguments) -> Answer:
 
 def cmd_create(session: Session, args: Arguments) -> Answer:
     """A new object from the arguments that were given."""
-    body, noun = with_workflow(session, args), noun_of(session)
+    body, noun = given(args), noun_of(session)
     jobs = {key: body.pop(key) for key in ('consumer_job_id', 'producer_job_id') if key in body}
     if noun.name == 'event':
         body['timestamp'] = int(time.time() * 1000)     # the operation requires it
@@ -26155,7 +26135,7 @@ def cmd_create(session: Session, args: Arguments) -> Answer:
 
 def cmd_update(session: Session, args: Arguments) -> Answer:
     """Changes of one object, which may be the chosen workflow; what is not given stays."""
-    number = args['id'] if 'id' in args else choose_workflow(session, args)
+    number = args.get('id') or args['workflow_id']
     changes = given(args, 'id', 'workflow_id')
     require_changes(session, changes)
     for key in {'file': ['st_mtime'], 'ro_crate_entity': ['file_id']}.get(noun_of(session).name, ()):
@@ -26183,7 +26163,7 @@ def cmd_delete(session: Session, args: Arguments) -> Answer:
 def cmd_latest_event(session: Session, args: Arguments) -> Answer:
     """The newest event of a workflow, or null."""
     found = session.items('list_events', limit=1, sort_by='timestamp', reverse_sort=True,
-                          workflow_id=choose_workflow(session, args))
+                          workflow_id=args['workflow_id'])
     return Answer(dated(found[0])) if found else Answer(None, ['No events found'])
 
 
@@ -26200,15 +26180,14 @@ def stream_values(session: Session, op: str, until: float = math.inf, **params: 
 
 def cmd_monitor_events(session: Session, args: Arguments) -> None:
     """What happens to a workflow from now on: one JSON document after the other, in the file one a line."""
-    workflow_id = choose_workflow(session, args)
     until = math.inf if args['duration'] is None else time.monotonic() + args['duration'] * 60
     try:
         file = open(args['filename'] or os.devnull, 'a', encoding='utf-8')
     except OSError as error:
         raise BadInput(f"cannot write to {args['filename']}: {error.strerror}") from None
     with file:
-        for value in stream_values(session, 'stream_workflow_events', until, workflow_id=workflow_id,
-                                   level=args['level']):
+        for value in stream_values(session, 'stream_workflow_events', until,
+                                   workflow_id=args['workflow_id'], level=args['level']):
             session.show_json(value)
             session.out.flush()
             file.write(format_json_document(value, is_line=True))
@@ -26300,7 +26279,7 @@ def cmd_archive(session: Session, args: Arguments) -> Answer:
     """Hide workflows from lists, or show them again."""
     body = {'is_archived': args['is_archived']}
     done, errors, code = try_each(
-        session, args['workflow_ids'] or [choose_workflow(session, {'workflow_id': None})],
+        session, args['workflow_ids'] or [choose_workflow(session)],
         lambda number: session.call('archive_workflow', body, workflow_id=number)['id'])
     status = 'success' if not code else 'partial_success' if done else 'error'
     word = 'Archived' if args['is_archived'] else 'Unarchived'
@@ -26310,7 +26289,7 @@ def cmd_archive(session: Session, args: Arguments) -> Answer:
 
 def cmd_export(session: Session, args: Arguments) -> Optional[Answer]:
     """Show or write a workflow as a document."""
-    document, path = export_workflow(session.client, choose_workflow(session, args), args), args['output']
+    document, path = export_workflow(session.client, args['workflow_id'], args), args['output']
     if path is None:
         return session.show_json(document)
     with writing(path, '--output'):
@@ -26363,7 +26342,7 @@ def import_documents(session: Session, documents: List[Any], place: str, args: A
 
 def cmd_clone(session: Session, args: Arguments) -> Answer:
     """Make another workflow like this one, without what its runs have left."""
-    document = export_workflow(session.client, choose_workflow(session, args), {})
+    document = export_workflow(session.client, args['workflow_id'], {})
     workflow = document['workflow']
     args = dict(args, name=args['name'] or f"{workflow['name']} (copy)", directory=base_directory(workflow))
     return import_documents(session, [document], f"workflow {workflow['id']}", args)
@@ -26373,8 +26352,7 @@ def cmd_init(session: Session, args: Arguments) -> Any:
     """Make jobs ready or blocked again, in a new run: all, or by `reinit` those that must run again, because
     files, data or commands changed, and what depends on them."""
     is_partial = session.command.name.endswith('reinit')
-    workflow = session.workflow(choose_workflow(session, args))
-    number, client = workflow['id'], session.client
+    workflow, number, client = session.workflow(args['workflow_id']), args['workflow_id'], session.client
     check = check_files(client, workflow)
     if args['dry_run']:
         found = find_changes(client, workflow, is_dry_run=True) if is_partial else {}
@@ -26447,7 +26425,7 @@ def answer_file_check(session: Session, workflow_id: int, check: FileCheck, foun
 
 def cmd_reset_status(session: Session, args: Arguments) -> Any:
     """Set jobs back to uninitialized: all, or those that did not complete."""
-    workflow_id = choose_workflow(session, args)
+    workflow_id = args['workflow_id']
     which = 'jobs that failed' if args['failed_only'] else 'all jobs'
     if not session.confirm(f'Reset the status of {which} of {name_workflow(session, workflow_id)}?'):
         return 0
@@ -26483,7 +26461,7 @@ def read_status(session: Session, workflow_id: int) -> Dict[str, Any]:
 
 def cmd_status(session: Session, args: Arguments) -> Any:
     """How far a workflow is; with --watch again and again, until it is complete."""
-    workflow_id = choose_workflow(session, args)
+    workflow_id = args['workflow_id']
     if args['watch'] and (session.format == 'json' or not session.out.isatty()):
         wait = command_line(session, 'watch', workflow_id)
         raise BadInput(f'--watch redraws a terminal: leave it out, or wait with `{wait}`')
@@ -26614,7 +26592,7 @@ def lists_of_jobs(op: str, key: str, prefix: str, columns: str, what: str) -> Co
     """A command that lists jobs, or the given one, each with the object of a list that its `key` names."""
     def command(session: Session, args: Arguments) -> Listing:
         jobs = ([session.job(args['job_id'])] if args['job_id'] is not None else
-                session.items('list_jobs', workflow_id=choose_workflow(session, args)))
+                session.items('list_jobs', workflow_id=args['workflow_id'] or choose_workflow(session)))
         items = session.items(op, workflow_id=jobs[0]['workflow_id']) if jobs else []
         known = {item['id']: item for item in items}
         rows = [dict(known[job[key]], job_id=job['id'], job_name=job['name'])
@@ -26631,7 +26609,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> Any:
     if len(chosen) != 1:
         raise BadInput('give either job ids, or --status, or --return-code')
     first = session.job(args['job_ids'][0]) if args['job_ids'] else {}
-    workflow_id = args['workflow_id'] or first.get('workflow_id') or choose_workflow(session, args)
+    workflow_id = args['workflow_id'] or first.get('workflow_id') or choose_workflow(session)
     body = {'job_ids': args['job_ids'] or [], 'statuses': args['status'] or [],
             'return_code': args['return_code']}
     found = session.call('reset_jobs', body, workflow_id=workflow_id, dry_run=True)
@@ -26675,7 +26653,7 @@ RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason'
 
 def cmd_results_list(session: Session, args: Arguments) -> Any:
     """Results of the newest attempts; --failed drops those with return code 0 before the limit counts."""
-    workflow_id = choose_workflow(session, args)
+    workflow_id = args['workflow_id']
     query = given(args, 'workflow_id', 'failed', 'include_logs', 'output_dir', 'limit', 'offset')
     offset, limit = args['offset'] or 0, args['limit']
     if args['failed']:
@@ -26774,7 +26752,7 @@ class LogReader:
 
     def __init__(self, session: Session, args: Arguments) -> None:
         self.session, self.args = session, args
-        self.id = choose_workflow(session, args)
+        self.id = args['workflow_id']
         self.output_dir = output_directory(session, session.workflow(self.id), args)
         named = [find_job(session, self.id, word, args['follow']) for word in args['jobs']]
         self.jobs = {job['id']: job for job in named}       # those that were named
@@ -26949,7 +26927,7 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
 
 def cmd_logs_bundle(session: Session, args: Arguments) -> Answer:
     """Pack what a workflow's runners and jobs have written into one file, for those who are to help."""
-    workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
+    workflow = session.workflow(args['workflow_id'])
     directory = output_directory(session, workflow, args)
     path = os.path.join(args['bundle_dir'], f"wf{workflow['id']}.tar.gz")
     with writing(path, '--bundle-dir'), replacing(path) as file:
@@ -27058,7 +27036,7 @@ def list_uses(session: Session, workflow_id: int, statuses: Sequence[str],
 
 def cmd_check_resources(session: Session, args: Arguments) -> Answer:
     """Compare what jobs used with what they asked for."""
-    workflow_id = choose_workflow(session, args)
+    workflow_id = args['workflow_id']
     statuses = ('completed', 'failed', 'terminated') if args['include_failed'] else ('completed',)
     uses = list_uses(session, workflow_id, statuses, args['run_id'])
     found = [comparison for use in uses for comparison in compare_use(use)]
@@ -27114,7 +27092,7 @@ def mark_stale(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> Li
 
 def cmd_correct_resources(session: Session, args: Arguments) -> Answer:
     """Change requirements to what their jobs used, times a multiplier."""
-    workflow_id = choose_workflow(session, args)
+    workflow_id = args['workflow_id']
     uses = list_uses(session, workflow_id, ('completed', 'failed'))
     if args['job_ids']:
         missing = set(args['job_ids']) - {use.job['id'] for use in uses}
@@ -27202,8 +27180,7 @@ def deliver(session: Session, args: Arguments, found: Dict[str, Any],
 def draws(op: str, forms: Dict[str, Callable[[Any, Style], str]]) -> CommandFunction:
     """A command that shows a drawing of the server, or writes it, in one of these forms."""
     def command(session: Session, args: Arguments) -> Optional[Answer]:
-        query = dict(given(args, 'output', 'format'), workflow_id=choose_workflow(session, args))
-        return deliver(session, args, session.call(op, **query), forms)
+        return deliver(session, args, session.call(op, **given(args, 'output', 'format')), forms)
     return command
 
 
@@ -27299,7 +27276,7 @@ def cmd_ro_crate_export(session: Session, args: Arguments) -> Optional[Answer]:
     """The metadata file of a crate: to stdout for one about this directory, or to a file or directory."""
     path = args['output'] or '.'
     path = os.path.join(path, CRATE_FILE) if os.path.isdir(path) else path
-    workflow = session.workflow(choose_workflow(session, args))
+    workflow = session.workflow(args['workflow_id'])
     items = session.items('list_ro_crate_entities', workflow_id=workflow['id'])
     crate = make_crate(workflow, items, os.path.dirname(os.path.abspath(path)))
     if not items:
@@ -27348,7 +27325,7 @@ def add_result(session: Session, workflow: Dict[str, Any], job: Dict[str, Any], 
 
 def cmd_add_dataset(session: Session, args: Arguments) -> Answer:
     """Describe a directory as an entity, which is a result of the jobs that made it."""
-    workflow, path = session.workflow(choose_workflow(session, args)), args['path']
+    workflow, path = session.workflow(args['workflow_id']), args['path']
     try:
         count, size, digest = measure_directory(path, args['hash_mode'])
     except OSError as error:
@@ -28533,7 +28510,7 @@ def report_submitted(session: Session, workflow: Dict[str, Any], done: Submitter
 def cmd_schedule_nodes(session: Session, args: Arguments) -> Answer:
     """Submit allocations of one scheduler, whatever the actions of the workflow say."""
     refuse_without_sbatch()
-    workflow = session.workflow(choose_workflow(session, args))
+    workflow = session.workflow(args['workflow_id'])
     settings = submission_settings(session, args)
     scheduler = choose_scheduler(session, workflow, args['scheduler_config_id'])
     if args['start_one_worker_per_node'] and (workflow.get('execution_config') or {}).get('mode') != 'direct':
@@ -28574,7 +28551,7 @@ def choose_scheduler(session: Session, workflow: Dict[str, Any], word: Optional[
 
 def cmd_slurm_create(session: Session, args: Arguments) -> Answer:
     """Add a Slurm scheduler to a workflow."""
-    body = with_workflow(session, args)
+    body = given(args)
     body['serialize_allocations'] = bool(args['serialize_allocations'])
     check_scheduler(session.workflow(body['workflow_id']), dict(body, id=0),
                     submission_settings(session, {'output_dir': '/'}))
@@ -28656,7 +28633,7 @@ def cmd_slurm_stats(session: Session, args: Arguments) -> Listing:
 
 def cmd_slurm_sacct(session: Session, args: Arguments) -> Any:
     """What sacct says of a workflow's allocations and their steps."""
-    workflow_id = choose_workflow(session, args)
+    workflow_id = args['workflow_id']
     job_ids = list_allocations(session, workflow_id)
     if not job_ids:
         return Answer({'workflow_id': workflow_id, 'message': NO_ALLOCATIONS, 'summary': []},
@@ -28699,14 +28676,14 @@ def sum_usage(session: Session, workflow_id: int) -> Dict[str, Any]:
 
 def cmd_slurm_usage(session: Session, args: Arguments) -> Answer:
     """The same as a command."""
-    return Answer(sum_usage(session, choose_workflow(session, args)))
+    return Answer(sum_usage(session, args['workflow_id']))
 
 
 # -------- a report, which also says what allocations took --------
 
 def cmd_report(session: Session, args: Arguments) -> Optional[Answer]:
     """All about a workflow in one file."""
-    workflow_id = choose_workflow(session, args)
+    workflow_id = args['workflow_id']
     status = session.call('get_workflow_status', workflow_id=workflow_id)
     reader = LogReader(session, dict(args, workflow_id=workflow_id, jobs=[], failed=True, follow=False,
                                      stdout=False, stderr=False, run_id=None, attempt_id=None))
@@ -28832,7 +28809,7 @@ def cmd_slurm_parse_logs(session: Session, args: Arguments) -> Any:
 
 def cmd_explain(session: Session, args: Arguments) -> Answer:
     """Why nothing runs, or not everything."""
-    number, slurm = choose_workflow(session, args), None
+    number, slurm = args['workflow_id'], None
     found = session.call('explain_waiting', workflow_id=number)
     allocations = found['allocations']
     if allocations:
@@ -29251,7 +29228,7 @@ def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str, is_dry
 
 def cmd_sync_status(session: Session, args: Arguments) -> Answer:
     """Clean up, and say what was done, or would be."""
-    workflow = session.workflow(choose_workflow(session, args))
+    workflow = session.workflow(args['workflow_id'])
     if not args['dry_run']:
         take_in_first(session, workflow, args['output_dir'])
         session.report(*go_on_submitting(session, workflow))
@@ -29387,7 +29364,7 @@ def cmd_regenerate(session: Session, args: Arguments) -> Answer:
     """Plan allocations for the jobs of a workflow that are left, and submit them if so wanted."""
     if args['submit'] and not args['dry_run']:
         refuse_without_sbatch()
-    workflow = session.workflow(choose_workflow(session, args))
+    workflow = session.workflow(args['workflow_id'])
     options = RegenerateOptions(
         args['account'], args['profile'], args['partition'], args['walltime'], plan_options(args),
         args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
@@ -29507,7 +29484,7 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 
 def cmd_cancel(session: Session, args: Arguments) -> Optional[Answer]:
     """Stop a workflow: what runs is stopped, what waits never starts."""
-    workflow_id = choose_workflow(session, args)
+    workflow_id = args['workflow_id']
     named = name_workflow(session, workflow_id)
     if not session.confirm(f'Cancel {named}?'):
         return None
@@ -30015,7 +29992,7 @@ def refuse_bad_programs(args: Arguments) -> None:
 def cmd_recover(session: Session, args: Arguments) -> Any:
     """Let failed jobs run again with what they lacked."""
     refuse_bad_programs(args)
-    workflow_id, is_dry_run = choose_workflow(session, args), bool(args['dry_run'])
+    workflow_id, is_dry_run = args['workflow_id'], bool(args['dry_run'])
     args = dict(args, dry_run=is_dry_run)
     settings = submission_settings(session, {'output_dir': args['output_dir']})
     is_asking = session.is_interactive and session.format != 'json' and not is_dry_run
@@ -30478,8 +30455,7 @@ class RemoteHosts:
 
 def hosts_of(session: Session, args: Arguments) -> RemoteHosts:
     """The stored workers of the workflow that a command names."""
-    workflow_id = choose_workflow(session, args)
-    return RemoteHosts(session, args, workflow_id, stored_workers(session, workflow_id))
+    return RemoteHosts(session, args, args['workflow_id'], stored_workers(session, args['workflow_id']))
 
 
 def cmd_remote_run(session: Session, args: Arguments) -> Answer:
@@ -30488,8 +30464,7 @@ def cmd_remote_run(session: Session, args: Arguments) -> Answer:
     files = [word for word in args['words'] if not is_id(word)] + [args['workers']] * bool(args['workers'])
     if len(numbers) > 1 or len(files) > 1:
         raise BadInput('give one file of hosts and one workflow: remote run workers.txt 1')
-    args['workflow_id'] = int(numbers[0]) if numbers else None
-    workflow = session.workflow(choose_workflow(session, args))
+    workflow = session.workflow(int(numbers[0]) if numbers else choose_workflow(session))
     workers = read_workers(session, files[0]) if files else stored_workers(session, workflow['id'])
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
     if status['jobs_by_status']['uninitialized'] and not was_stopped(workflow, status):
@@ -30609,7 +30584,7 @@ def cmd_remote_delete_logs(session: Session, args: Arguments) -> Any:
 def cmd_remote_add_workers(session: Session, args: Arguments) -> Answer:
     """Store hosts that ssh reaches."""
     workers = list(dict.fromkeys(args['hosts'])) if 'hosts' in args else read_workers(session, args['file'])
-    hosts = RemoteHosts(session, args, session.workflow(choose_workflow(session, args))['id'], workers)
+    hosts = RemoteHosts(session, args, session.workflow(args['workflow_id'])['id'], workers)
     hosts.ask('status')
     good = list(hosts.good())
     session.call('create_remote_workers', good, workflow_id=hosts.workflow_id)
@@ -30625,7 +30600,7 @@ def answer_workers(workflow_id: int, title: str, workers: Sequence[str]) -> Answ
 
 def cmd_remote_list_workers(session: Session, args: Arguments) -> Answer:
     """The stored hosts."""
-    workflow_id = choose_workflow(session, args)
+    workflow_id = args['workflow_id']
     found = [row['worker'] for row in session.call('list_remote_workers', workflow_id=workflow_id)]
     title = f'Remote workers for workflow {workflow_id} ({len(found)} total):'
     return answer_workers(workflow_id, title, found)
@@ -31513,6 +31488,7 @@ MONITOR_WORDS = ('off', 'summary', 'time-series')
 STDIO_WORDS = tuple(mode.replace('_', '-') for mode in STDIO_MODES)
 
 ASKED_WF = Argument('WF', '', 'id of the workflow; else you are asked', parse_id, '?', key='workflow_id')
+JOBS_WF = ASKED_WF._replace(meaning='id of the workflow; else you are asked, unless a job is given')
 NEEDED_WF = Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id')
 ID = Argument('ID', '', 'id of the object', parse_id)
 ACTION_ID = Argument('ID', '', 'id of the action', parse_id, key='action_id')
@@ -32959,10 +32935,10 @@ COMMANDS = (
         'jobs reset-status --return-code 1 --workflow-id 1 --reinit --no-prompts'),
     Command('jobs list-resource-requirements', lists_of_jobs(
         'list_resource_requirements', 'resource_requirements_id', 'rr', JOB_REQUIREMENT_COLUMNS, 'jobs'),
-        'list the resource requirements of jobs', (ASKED_WF, JOB), has_csv=True),
+        'list the resource requirements of jobs', (JOBS_WF, JOB), has_csv=True),
     Command('jobs list-failure-handlers', lists_of_jobs(
         'list_failure_handlers', 'failure_handler_id', 'failure_handler', JOB_HANDLER_COLUMNS,
-        'jobs with a failure handler'), 'list failure handlers of jobs', (ASKED_WF, JOB), has_csv=True),
+        'jobs with a failure handler'), 'list failure handlers of jobs', (JOBS_WF, JOB), has_csv=True),
 
     Command('files create', cmd_create, 'add a file to a workflow', (
         ASKED_WF, THE_NAME, Argument('-p --path', 'PATH', 'where it is', count='!')),
@@ -33656,6 +33632,10 @@ def run_command(parsed: Parsed, session: Session) -> int:
             doubts.append(f'{argument.names.split()[-1]}: {doubt_memory(text)}')
     for doubt in doubts:
         session.report(f'warning: {doubt}')
+    if ASKED_WF in parsed.command.arguments and parsed.args['workflow_id'] is None:
+        parsed.args['workflow_id'] = choose_workflow(session)
+    if GROUP_ID in parsed.command.arguments:
+        parsed.args['group_id'] = find_group(session, parsed.args['group_id'])
     return session.present(parsed.command.run(session, parsed.args))
 
 
