@@ -10014,14 +10014,10 @@ def get_database(context: Context) -> Values:
     return {'id': identity, 'path': context.store.file_path, 'host': socket.gethostname()}
 
 
-def snapshot_database(context: Context) -> Values:
+def snapshot_database(context: Context) -> Any:
     """Write a database in memory to its file, done when `saved` has reached the `changes` of this answer."""
-    changes, snapshots = context.store.changes, context.store.snapshots
-    if snapshots is None:
-        return {'changes': changes, 'saved': changes}
-    if snapshots.saved < changes:
-        snapshots.ask()
-    return dict({'error': snapshots.error} if snapshots.error else {}, changes=changes, saved=snapshots.saved)
+    snapshots, changes = context.store.snapshots, context.store.changes
+    return {'changes': changes, 'saved': changes} if snapshots is None else snapshots.answer
 
 
 def backup_database(context: Context, body: Values) -> Any:
@@ -10032,7 +10028,9 @@ def backup_database(context: Context, body: Values) -> Any:
     copies = context.store.copies
     if copies is None:
         raise Refused('this database is not served: copy it with `torc.py serve --backup FILE`')
-    return copies.ask_backup(body['path'])
+    if not os.path.isabs(body['path']):
+        raise BadInput(f"{printable(body['path'])} is not a path from the root")
+    return functools.partial(copies.back_up, body['path'])
 
 
 # -------- streams --------
@@ -10102,17 +10100,14 @@ class Subscription(Row):
     """What the reader of a stream wants to hear."""
     subject: Any        # id of a workflow, or one of API_SUBJECTS
     least: int          # index in SEVERITIES
-    pause_s: float = 0.0    # after what was sent: for who looks on, the latest that came meanwhile will do
 
 
 API_SUBJECTS = ('api', 'api with bodies')
 
 
-def stream_workflow_events(context: Context, workflow_id: int, level: str = 'info',
-                           pause_ms: int = 0) -> Subscription:
+def stream_workflow_events(context: Context, workflow_id: int, level: str = 'info') -> Subscription:
     """What happens to a workflow from now on; of an unknown level: info."""
-    least = SEVERITIES.index(level if level in SEVERITIES else 'info')
-    return Subscription(workflow_id, least, max(0, min(pause_ms, 1000)) / 1000)
+    return Subscription(workflow_id, SEVERITIES.index(level if level in SEVERITIES else 'info'))
 
 
 def stream_api_events(context: Context, include_bodies: bool = False) -> Subscription:
@@ -11904,7 +11899,7 @@ ROUTES = (
                   delete={'verb': delete_ro_crate_entity},
                   delete_all={'path': 'ro_crate_entities', 'query': '', 'verb': delete_rows_and_say}),
 
-    route_to('GET', 'events/stream', stream_workflow_events, query='level:str pause_ms:int', is_stream=True),
+    route_to('GET', 'events/stream', stream_workflow_events, query='level:str', is_stream=True),
     route_to('GET', '/admin/api-events/stream', stream_api_events, query='include_bodies:bool',
              is_stream=True),
     route_to('GET', '/admin/api-stats', get_api_stats, query='window_seconds:int interval_seconds:int'),
@@ -11942,18 +11937,11 @@ OPEN_OPERATIONS = frozenset((
     'list_user_groups', 'check_workflow_access', 'reload_auth', 'make_page_key'))
 # First parameter of a path -> table of what it names; row_id: the route's resource.
 TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node'}
-
-
 # Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
-# tells of them or their jobs, and the start of another.
+# tells of them or their jobs, and the start of another. Before the answer dead ones are noticed.
 ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
                            'recover_jobs', 'reset_job_status', 'reset_jobs', 'reset_status', 'status',
                            'watch'))
-
-
-def is_about_runners(path: str) -> bool:
-    """Whether dead runners are to be noticed before a request to this path is answered."""
-    return path.rpartition('/')[2] in ABOUT_RUNNERS
 
 
 @functools.lru_cache(maxsize=None)
@@ -12739,7 +12727,8 @@ def write_backup(store: Store, path: str) -> None:
 
 class CopyWriter:
     """Writes copies of a database that is served, in the thread that has it, between transactions: backups,
-    and of a database in memory snapshots to its file, at an interval, when asked to, and at the end."""
+    and of a database in memory snapshots to its file, at an interval, when asked to, and at the end. Verbs
+    answer with methods, to be called behind their transaction: status and value."""
 
     def __init__(self, store: Store, interval_s: float = math.inf,
                  announce: Callable[[str], Any] = str) -> None:
@@ -12750,23 +12739,20 @@ class CopyWriter:
         self.saved = -1                     # Store.changes that the file holds
         self.error = ''                     # why the last snapshot failed
 
-    def ask_backup(self, path: str) -> Callable[[], Tuple[int, Any]]:
-        """What copies the database to a file, to be called behind the transaction: status and value."""
-        def back_up() -> Tuple[int, Any]:
-            error = self.write(write_backup, path)
-            return (Refused.http, format_error(Refused(error))) if error else (200, {'path': path, 'is_done': True})
-        if not os.path.isabs(path):
-            raise BadInput(f'{printable(path)} is not a path from the root')
-        return back_up
+    def back_up(self, path: str) -> Tuple[int, Any]:
+        """Answer who wants a copy in a file."""
+        error = self.write(write_backup, path)
+        return (Refused.http, format_error(Refused(error))) if error else (200, {'path': path, 'is_done': True})
 
-    def ask(self) -> None:
-        """Write a snapshot as soon as possible."""
-        self.due_at = -math.inf
+    def answer(self) -> Tuple[int, Any]:
+        """Answer who wants a snapshot."""
+        self.act()
+        found = {'changes': self.store.changes, 'saved': self.saved}
+        return 200, dict(found, error=self.error) if self.error else found
 
-    def act(self, now: float) -> None:
-        """Write the snapshot that is due."""
-        is_wanted = self.due_at == -math.inf or self.saved != self.store.changes
-        if is_wanted and self.write_snapshot():
+    def act(self, is_sure: bool = False) -> None:
+        """Write a snapshot if there is something new, or anyway."""
+        if (is_sure or self.saved != self.store.changes) and self.write_snapshot():
             self.announce(f'TORC_SNAPSHOT_DONE={self.store.file_path}\n')
         self.due_at = time.monotonic() + self.interval_s
 
@@ -13138,8 +13124,6 @@ def read_fingerprint(path: str) -> str:
 
 HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
 LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
-SHOWN_LASTS_S = 2.0                 # that an answer holds for the other pages that ask the same
-MAX_SHOWN_ANSWERS, MAX_SHOWN_BYTES = 64, 2 ** 18
 WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
 
@@ -13396,31 +13380,6 @@ def parse_login(body: bytes) -> Dict[str, str]:
     raise BadInput('a login is {"key": KEY} or {"user": NAME, "password": PASSWORD}', http=400)
 
 
-class ShownAnswers:
-    """What pages were answered a moment ago: many that look at one workflow cost little more than one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()    # held for what follows
-        self.answers = {}       # type: Dict[Tuple[str, ...], Tuple[float, int, bytes]]  # until when, and what
-
-    def find(self, head: RequestHead, identity: Identity) -> Optional[Tuple[int, bytes]]:
-        """Status and body that still hold; None if there are none. What changes something ends all."""
-        with self.lock:
-            if head.method != 'GET':
-                self.answers.clear()
-            found = self.answers.get((identity.user, str(identity.is_owner), head.path, head.query))
-        return found[1:] if found is not None and found[0] > time.monotonic() else None
-
-    def keep(self, head: RequestHead, identity: Identity, status: int, data: bytes) -> None:
-        """An answer for others that ask the same."""
-        with self.lock:
-            if head.method == 'GET' and status == 200 and len(data) <= MAX_SHOWN_BYTES:
-                if len(self.answers) >= MAX_SHOWN_ANSWERS:
-                    self.answers.clear()
-                key = identity.user, str(identity.is_owner), head.path, head.query
-                self.answers[key] = time.monotonic() + SHOWN_LASTS_S, status, data
-
-
 class AccessPolicy(Row):
     """Whom a server lets in."""
     token: str = ''                         # the owner's; '': every request is answered
@@ -13586,7 +13545,6 @@ MAX_STREAMS = 32                    # at once: each has a thread
 MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back
 MAX_SHOWN_REQUESTS = 1024           # the same of requests, with their bodies
 PIECE_BYTES = 65536                 # sent to a reader at once, about
-GLANCE_EVENTS = 20                  # ... to one that pauses
 RESUME_S = 600.0                    # a feed without readers is kept so long, for those who come back
 SHOWN_BODY_BYTES = 8192             # of each body in the stream of requests
 
@@ -13626,18 +13584,17 @@ class Feed:
             # no event, but an id to resume from
             return self.last, f'id: {self.epoch}-{self.last}\n\n'.encode()
 
-    def take(self, number: int, least: int, wait_s: float, most: int = MAX_FEED_EVENTS) -> Tuple[int, bytes]:
-        """What comes after an event, the latest `most` of it, and the number of its last one; b'' if nothing
-        does within a while."""
+    def take(self, number: int, least: int, wait_s: float) -> Tuple[int, bytes]:
+        """What comes after an event, and the number of its last one; b'' if nothing does within a while."""
         with self.more:
             if number == self.last:
                 self.more.wait(wait_s)
-            first = self.last - min(most, len(self.events)) + 1
+            first = self.last - len(self.events) + 1
             parts, size, number = [], 0, number + 1
             if number < first:
                 parts.append(self.format(first - 1, 'warning', {'dropped': first - number}))
                 number = first
-            for severity, text in itertools.islice(self.events, number + len(self.events) - 1 - self.last, None):
+            for severity, text in itertools.islice(self.events, number - first, None):
                 if size >= PIECE_BYTES:
                     break
                 if severity >= least:
@@ -14008,9 +13965,7 @@ class Connection:
         elif head.path in (PAGE_PATH, LOGIN_PATH):
             status, data, fields = self.answer_browser(body)
         else:
-            is_page = 'torc-session' in head.fields
-            shown = self.torc.shown.find(head, self.identity) if is_page else None
-            status, data = shown or self.answer_call(body)
+            status, data = self.answer_call(body)
             if data is None:
                 return      # it was a stream
         self.close_connection = not head.keeps_alive
@@ -14033,8 +13988,6 @@ class Connection:
         except ValueError as error:     # infinite, or half of a surrogate pair: no verb should let it in
             status, value = answer_failure(error, f'the answer to {head.method} {head.path}')
             data = format_json(value).encode()
-        if 'torc-session' in head.fields:
-            self.torc.shown.keep(head, self.identity, status, data)
         return status, data
 
     def answer_browser(self, body: bytearray) -> Tuple[int, bytes, str]:
@@ -14143,13 +14096,11 @@ class Connection:
             self.send(head + first)
             while not self.has_left():
                 was_over = self.torc.is_over
-                number, data = feed.take(number, wanted.least, 0.0 if was_over else min(1.0, KEEP_ALIVE_S),
-                                         GLANCE_EVENTS if wanted.pause_s else MAX_FEED_EVENTS)
+                number, data = feed.take(number, wanted.least, 0.0 if was_over else min(1.0, KEEP_ALIVE_S))
                 if data:
                     self.send(data)
                 elif was_over:
                     return
-                time.sleep(wanted.pause_s)
                 if time.monotonic() >= due_at:
                     due_at = time.monotonic() + KEEP_ALIVE_S
                     if not self.may_read_on(stored):
@@ -14306,7 +14257,6 @@ class Server:
 
         self.traffic = Traffic(store.now)
         self.access = Authenticator(policy, self.id)
-        self.shown = ShownAnswers()
         self.feeds = Feeds()
         self.listener = Listener(self, listener)
         self.waiters = Waiters(self.listener.most // 2)
@@ -14455,7 +14405,7 @@ class Server:
             yield self.leave_at, self.on_idle
         yield self.tick_at, self.on_tick
         if self.store.copies is not None:
-            yield self.store.copies.due_at, self.store.copies.act
+            yield self.store.copies.due_at, lambda now: self.store.copies.act()
 
     def on_wake(self, numbers: bytes) -> None:
         """Signals came, something was asked, or stop() was called."""
@@ -14484,7 +14434,7 @@ class Server:
         while self.asked and not (batch and ADMIN_SQL_PATH in (     # ad-hoc SQL is alone
                 batch[-1].call.route.path, self.asked[0].call.route.path)):
             batch.append(self.asked.popleft())
-        if any(is_about_runners(asked.call.route.path) for asked in batch):
+        if any(asked.call.route.path.rpartition('/')[2] in ABOUT_RUNNERS for asked in batch):
             self.work(notice_dead_runners)      # who asks need not wait for a tick to see who was killed
         answers = self.answer_all(batch) if batch else []
         self.at_work = []
@@ -14626,7 +14576,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         service.enforces_access = options.enforces_access
         stack.callback(server.close)
         if store.snapshots is not None:
-            server.signal_calls[signal.SIGUSR1] = store.snapshots.ask
+            server.signal_calls[signal.SIGUSR1] = functools.partial(store.snapshots.act, True)
         elif options.snapshot:
             server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
         # Until the very end, when the database has been given back.
@@ -15781,7 +15731,7 @@ class Client(Connector, Operations):
         store, context = service.store, service.context(user_name())
         failure = None      # of the verb: what it has asked to be stored all the same is committed
         is_inside = store.connection.in_transaction     # of transaction()
-        if is_about_runners(route.path) and not is_inside:
+        if route.path.rpartition('/')[2] in ABOUT_RUNNERS and not is_inside:
             with contextlib.suppress(sqlite3.Error):    # what cannot be stored stays as it is
                 notice_dead_runners(service)
         try:
@@ -15841,13 +15791,10 @@ class Client(Connector, Operations):
         no other client uses it, its end is waited for too: batch systems kill it at the end of a script."""
         if self.in_memory and self.has_changed and self._connection is not None:
             try:
-                wanted = answer = self.call('snapshot_database')
-                while answer['saved'] < wanted['changes']:
-                    if answer.get('error'):
-                        raise Refused(answer['error'])
-                    time.sleep(LEAVE_PAUSE_S)
-                    answer = self.call('snapshot_database')
-            except TorcError as error:
+                error = self.call('snapshot_database').get('error')
+            except TorcError as failure:
+                error = failure
+            if error:
                 log.warning('the snapshot %s could not be written: %s', self.database, error)
             self.close()
             wait_until_gone(self.database + '.memory')
@@ -30397,20 +30344,14 @@ class RemoteHosts:
         self.gather(lambda worker: self.ssh.ask(worker, order))
 
     def gather(self, ask: Callable[[str], HostAnswer]) -> None:
-        """Call a function for all, some at the same time, with a count on a terminal."""
-        count, interrupted, total = itertools.count(1), threading.Event(), len(self.workers)
-        shown = io.StringIO() if self.session.options['quiet'] else self.session.err
+        """Call a function for all, some at the same time."""
+        interrupted = threading.Event()
 
         def attempt(worker: str) -> Any:
             try:
                 return Refused('interrupted') if interrupted.is_set() else ask(worker)
             except TorcError as error:
                 return error
-            finally:
-                number = next(count)
-                if shown.isatty():
-                    shown.write(f"\r{number} of {counted(total, 'host')}" + '\n' * (number == total))
-                    shown.flush()
         with futures.ThreadPoolExecutor(self.ssh.limit) as pool:
             try:
                 self.answers = list(pool.map(attempt, self.workers))
@@ -34221,7 +34162,7 @@ async function follow(mine, workflow) {     // the event stream of a workflow, r
   while (!mine.gone.signal.aborted) {
     try {
       const headers = {...word && {'torc-session': word}, ...last && {'last-event-id': last}};
-      const answer = await fetch(`${API}/workflows/${workflow}/events/stream?pause_ms=1000`, {headers, signal: mine.gone.signal});
+      const answer = await fetch(`${API}/workflows/${workflow}/events/stream`, {headers, signal: mine.gone.signal});
       if (!answer.ok) throw new Error('no stream');
       live('stream');
       mine.isDue = true;
