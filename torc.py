@@ -5973,15 +5973,19 @@ def add_group_names(context: Context, workflows: List[Values]) -> None:
         by_id[workflow_id].setdefault('access_groups', []).append(name)
 
 
-def check_group_admin(context: Context, group_id: Optional[int] = None) -> None:
-    """Refuse callers who may not manage groups, or this one. NotFound if there is no such group."""
+def check_group_admin(context: Context, group_id: Optional[int] = None, changes: bool = False) -> Values:
+    """Refuse callers who may not manage groups, or this one, which is the answer; NotFound if there is no
+    such group. The group of the administrators is not changed by requests."""
     role = context.value('SELECT role FROM user_group_membership WHERE group_id = ? AND user_name = ?',
                          (group_id, context.caller))
     if context.is_restricted and (role != 'admin' or context.caller == ANONYMOUS):
         raise Denied('access groups are managed by administrators'
                      + (', and each by its own admins' if group_id else ''))
-    if group_id is not None:
-        get_row(context, 'access_group', group_id)
+    group = {} if group_id is None else get_row(context, 'access_group', group_id)
+    if changes and context.value('SELECT is_system FROM access_group WHERE id = ?', (group_id,)):
+        raise Denied('the group of the administrators is filled by `serve --admin-user` and '
+                     'TORC_ADMIN_USERS only')
+    return group
 
 
 def check_may_link(context: Context, workflow_id: int, group_id: int) -> None:
@@ -6313,18 +6317,18 @@ def claim_action(context: Context, workflow_id: int, action_id: int, body: Optio
     """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
     get_action(context, workflow_id, action_id)
     check_references(context, workflow_id, body or {})
-    node_id = (body or {}).get('compute_node_id')
-    if not take_action(context, action_id, node_id):
+    # no report follows a claim of this kind
+    if not take_action(context, action_id, (body or {}).get('compute_node_id'), is_reported=True):
         raise Conflict(f'action {action_id} has already been taken', claimed=False)
-    note_action_reported(context, action_id, node_id or 0)     # no report follows a claim of this kind
     return {'success': True, 'action_id': action_id}
 
 
-def take_action(context: Context, action_id: int, node_id: Optional[int]) -> bool:
-    """Mark an action as taken by a node, or for all of them (None); whether it was free."""
-    is_taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id, executed_at) '
-                           f'SELECT id, ?, ? FROM workflow_action WHERE id = ? AND {IS_FREE}',
-                           (node_id or 0, context.time, action_id)) > 0
+def take_action(context: Context, action_id: int, node_id: Optional[int], is_reported: bool = False) -> bool:
+    """Mark an action as taken by a node, or for all of them (None); whether it was free. `is_reported`: its
+    end is not awaited."""
+    is_taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id, executed_at, '
+                           f'is_reported) SELECT id, ?, ?, ? FROM workflow_action WHERE id = ? AND {IS_FREE}',
+                           (node_id or 0, context.time, is_reported, action_id)) > 0
     if is_taken:
         context.run('UPDATE workflow_action SET failure = NULL WHERE id = ? AND NOT persistent', (action_id,))
     return is_taken
@@ -6341,12 +6345,6 @@ def take_due_actions(context: Context, workflow_id: int, node_id: int, triggers:
     due = context.select('workflow_action', *due_condition(context, workflow_id, triggers, f'AND ({kinds})'))
     return [action for action in due if action['action_config'].get('scheduler_type') in (None, 'slurm')
             and take_action(context, action['id'], node_id)]
-
-
-def note_action_reported(context: Context, action_id: int, node_id: int) -> None:
-    """Note that the node that took an action has reported its end."""
-    context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND compute_node_id = ?',
-                (action_id, node_id))
 
 
 def give_back_actions(context: Context, node_id: int, held: Iterable[int] = ()) -> None:
@@ -6543,9 +6541,9 @@ class PlanMerge:
         self.merge_table('slurm_scheduler', body['slurm_schedulers'])
         self.merge_table('failure_handler', body['failure_handlers'])
         default = self.ids['resource_requirements'][[row['name'] for row in needs].index('default')]
-        self.ids['job_kind'] = [find_job_class(self.context, self.workflow_id, (
+        self.ids['job_kind'] = [find_job_class(self.context, self.workflow_id, dict(zip(CLASS_FIELDS, (
             default if needed is None else self.ids['resource_requirements'][needed], priority,
-            None if scheduler is None else self.ids['slurm_scheduler'][scheduler], labels))
+            None if scheduler is None else self.ids['slurm_scheduler'][scheduler], labels))))
             for needed, priority, scheduler, labels in body['kinds']]
         self.merge_jobs()
         self.merge_relations()
@@ -6731,21 +6729,20 @@ def check_labels(labels: Optional[Sequence[str]]) -> None:
             raise Refused(f"label '{shorten(label)}' {error}", field='labels')
 
 
-def find_job_class(context: Context, workflow_id: int,
-                   parts: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
-    """Id of the job class with these requirements, priority, scheduler and labels, made if there is none."""
-    requirements, priority, scheduler, labels = parts
-    check_labels(labels)
-    if priority < 0:
-        raise BadInput(f'priority is {priority}; it must be at least 0', field='priority')
-    sorted_labels = sorted(set(labels or ())) or None
-    found = context.value(
-        'SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? AND priority = ? '
-        'AND scheduler_id IS ? AND labels IS ?',
-        (workflow_id, requirements, priority, scheduler, encode_cell('JSON', sorted_labels)))
-    return found or context.insert('job_kind', {
-        'workflow_id': workflow_id, 'resource_requirements_id': requirements, 'priority': priority,
-        'scheduler_id': scheduler, 'labels': sorted_labels})
+def find_job_class(context: Context, workflow_id: int, parts: Values) -> int:
+    """Id of the job class with these CLASS_FIELDS, made if there is none."""
+    check_owned(context, 'resource_requirements', workflow_id, [parts['resource_requirements_id'] or 0])
+    check_owned(context, 'slurm_scheduler', workflow_id, filter(None, [parts.get('scheduler_id')]))
+    check_labels(parts.get('labels'))
+    values = {'workflow_id': workflow_id, 'resource_requirements_id': parts['resource_requirements_id'],
+              'priority': parts.get('priority') or 0, 'scheduler_id': parts.get('scheduler_id') or None,
+              'labels': sorted(set(parts.get('labels') or ())) or None}
+    if values['priority'] < 0:
+        raise BadInput(f"priority is {values['priority']}; it must be at least 0", field='priority')
+    is_it = ' AND '.join(f'{column} IS ?' for column in values)
+    return context.value(f'SELECT id FROM job_kind WHERE {is_it}', [
+        encode_cell('JSON', value) if name == 'labels' else value for name, value in values.items()]) \
+        or context.insert('job_kind', values)
 
 
 # -------- jobs --------
@@ -6798,7 +6795,7 @@ def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Values]) -> L
                      resource_requirements_id=job.get('resource_requirements_id') or default)
         key, needs = repr(parts), tuple(sorted(set(job.get('depends_on_job_ids') or ())))
         if key not in classes:
-            classes[key] = job_class(context, workflow_id, parts)
+            classes[key] = find_job_class(context, workflow_id, parts)
         if needs not in sets:
             sets[needs] = find_set(context, workflow_id, needs)
         rows.append(dict(
@@ -6811,14 +6808,6 @@ def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Values]) -> L
         context.insert_rows(table, ('job_id', column), (
             (job_id, item) for job_id, job in zip(ids, jobs) for item in sorted(set(job.get(field) or ()))))
     return ids
-
-
-def job_class(context: Context, workflow_id: int, parts: Values) -> int:
-    """Id of the job class with these CLASS_FIELDS."""
-    requirements, priority, scheduler, labels = (parts[field] or 0 for field in CLASS_FIELDS)
-    check_owned(context, 'resource_requirements', workflow_id, [requirements])
-    check_owned(context, 'slurm_scheduler', workflow_id, [scheduler] if scheduler else [])
-    return find_job_class(context, workflow_id, (requirements, priority, scheduler or None, labels or None))
 
 
 def get_job(context: Context, job_id: int) -> Values:
@@ -6881,7 +6870,7 @@ def update_job(context: Context, job_id: int, body: Values) -> Values:
         refuse_taken_names(context, job['workflow_id'], [changed['name']])
     if any(key in CLASS_FIELDS for key in changed):
         parts = {key: changed.get(key, job.get(key)) for key in CLASS_FIELDS}
-        changed['kind_id'] = job_class(context, job['workflow_id'], parts)
+        changed['kind_id'] = find_job_class(context, job['workflow_id'], parts)
     if 'depends_on_job_ids' in changed:
         check_owned(context, 'job', job['workflow_id'], changed['depends_on_job_ids'])
         set_id = find_set(context, job['workflow_id'], changed['depends_on_job_ids'])
@@ -7082,24 +7071,16 @@ def list_job_ids(context: Context, workflow_id: int) -> Values:
     return {'job_ids': ids, 'count': len(ids)}
 
 
-def list_required_existing_files(context: Context, workflow_id: int) -> Values:
-    """Files that must exist before the start: inputs that no job makes, and outputs of completed jobs."""
-    return {'files': list_required(context, workflow_id, 'file', '1')}
-
-
-def list_missing_user_data(context: Context, workflow_id: int) -> Values:
-    """User data that lack a value: inputs that no job makes, and outputs of completed jobs."""
-    return {'user_data': list_required(context, workflow_id, 'user_data', 'item.data IS NULL')}
-
-
-def list_required(context: Context, workflow_id: int, table: str, condition: str) -> List[int]:
-    """Ids of files or user data that jobs rely on from the start."""
-    return context.ids(
-        f'SELECT item.id FROM {table} item WHERE item.workflow_id = ? AND {condition} AND (EXISTS (SELECT 1 '
-        f'FROM job_input_{table} WHERE {table}_id = item.id) AND NOT EXISTS (SELECT 1 '
-        f'FROM job_output_{table} WHERE {table}_id = item.id) OR EXISTS (SELECT 1 '
-        f'FROM job_output_{table} CROSS JOIN job ON job.id = job_id WHERE {table}_id = item.id '
-        f'AND job.status = {COMPLETED})) ORDER BY item.id', (workflow_id,))
+def list_required(context: Context, resource: str, workflow_id: int) -> Values:
+    """Files that jobs rely on from the start, inputs that no job makes and outputs of completed jobs; of user
+    data those that lack a value."""
+    made = f'FROM job_output_{resource} CROSS JOIN job ON job.id = job_id WHERE {resource}_id = item.id'
+    ids = context.ids(
+        f'SELECT id FROM {resource} item WHERE workflow_id = ? '
+        f"AND {'data IS NULL' if resource == 'user_data' else 1} AND (EXISTS (SELECT 1 {made} AND status = "
+        f'{COMPLETED}) OR NOT EXISTS (SELECT 1 {made}) AND EXISTS (SELECT 1 FROM job_input_{resource} '
+        f'WHERE {resource}_id = item.id)) ORDER BY id', (workflow_id,))
+    return {'files' if resource == 'file' else resource: ids}
 
 
 # ======== 8b. Initialization: making jobs ready, resetting them, and seeing what changed ========
@@ -7113,7 +7094,7 @@ def list_required(context: Context, workflow_id: int, table: str, condition: str
 # A workflow with enable_ro_crate keeps RO-Crate entities, named and made as Torc's clients make them: at
 # initialize the workflow, its run, the server and the input files; when a runner of ours comes, that; when
 # one of its jobs completes with output files, its CreateAction and the files. Other runners make theirs. Who
-# can read the files reports sizes and hashes (note_contents), which hold as long as the file's time does. A
+# can read the files reports sizes and hashes (set_file_times), which hold as long as the file's time does. A
 # later run renews what an earlier one has made; what others added to an entity stays.
 
 CRATE_PLAN = '#torc-workflow'
@@ -7167,11 +7148,6 @@ def describe_action(run_id: int) -> Values:
             'prov:wasAssociatedWith': refer(*agents)}
 
 
-def put_action(context: Context, state: WorkflowState, entity_id: str, metadata: Values) -> None:
-    """Describe a run, or an attempt of a job in it."""
-    put_entity(context, state.id, entity_id, ACTION, dict(describe_action(state.run_id), **metadata))
-
-
 def put_file(context: Context, workflow_id: int, row: Cells, more: Values) -> None:
     """Describe a file that is there. `row`: a FILE_ROW."""
     file_id, path, identifier, mtime = row
@@ -7190,9 +7166,9 @@ def note_run(context: Context, workflow_id: int) -> None:
     run = CRATE_RUN.format(state.run_id)
     began = context.value('SELECT metadata FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?',
                           (workflow_id, run))
-    put_action(context, state, run, {
-        'name': f"{workflow['name']} Run {state.run_id}", 'endTime': None,
-        'startTime': json.loads(began or '{}').get('startTime') or context.time})
+    put_entity(context, workflow_id, run, ACTION, dict(
+        describe_action(state.run_id), name=f"{workflow['name']} Run {state.run_id}", endTime=None,
+        startTime=json.loads(began or '{}').get('startTime') or context.time))
     for row in context.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? '
                             'AND st_mtime IS NOT NULL AND NOT EXISTS (SELECT 1 FROM job_output_file '
                             'WHERE file_id = file.id) ORDER BY id', (workflow_id,)):
@@ -7208,20 +7184,12 @@ def note_job_outputs(context: Context, state: WorkflowState, job: JobState) -> N
     made = context.rows(f'SELECT {FILE_ROW} FROM job_output_file JOIN file ON id = file_id '
                         'WHERE job_id = ? AND st_mtime IS NOT NULL ORDER BY id', (job.id,))
     action, run = f'#job-{job.id}-attempt-{job.attempt_id}', refer(CRATE_RUN.format(state.run_id))
-    put_action(context, state, action, {'name': job.name, 'isPartOf': run, 'object': inputs,
-                                        'prov:used': inputs, 'result': [refer(row[1]) for row in made]})
+    put_entity(context, state.id, action, ACTION, {
+        **describe_action(state.run_id), 'name': job.name, 'isPartOf': run, 'object': inputs,
+        'prov:used': inputs, 'result': [refer(row[1]) for row in made]})
     for row in made:
         put_file(context, state.id, row, {'prov:wasGeneratedBy': refer(action), 'prov:wasDerivedFrom': inputs,
                                           'prov:wasAttributedTo': run})
-
-
-def note_contents(context: Context, workflow_id: int, contents: Sequence[Cells]) -> None:
-    """Take in file id, time of change, size and SHA-256 of files, unless they have changed since."""
-    for file_id, mtime, size, digest in contents if contents and keeps_crate(context, workflow_id) else ():
-        row = context.one(f'SELECT {FILE_ROW} FROM file WHERE id = ? AND workflow_id = ?',
-                          (file_id, workflow_id))
-        if row is not None and row[3] is not None and abs(row[3] - mtime) <= MTIME_TOLERANCE_S:
-            put_file(context, workflow_id, row, {'contentSize': size, 'sha256': digest})
 
 
 # -------- initialize and reset --------
@@ -7444,11 +7412,15 @@ FileTimes = Dict[int, Optional[float]]      # id -> seconds since the epoch; Non
 
 
 def set_file_times(context: Context, workflow_id: int, body: Values) -> Values:
-    """Record when files were last changed: file id -> seconds since the epoch, or null if it is missing."""
+    """Record when files were last changed: file id -> seconds since the epoch, or null if it is missing. Of
+    `contents` (id, time of change, size and SHA-256) what has not changed since goes to the RO-Crate."""
     times, contents = times_by_id(body['files']), body.get('contents') or ()
     check_owned(context, 'file', workflow_id, [*times, *(row[0] for row in contents)])
     store_file_times(context, workflow_id, times)
-    note_contents(context, workflow_id, contents)
+    for file_id, mtime, size, digest in contents if contents and keeps_crate(context, workflow_id) else ():
+        row = context.one(f'SELECT {FILE_ROW} FROM file WHERE id = ?', (file_id,))
+        if row[3] is not None and abs(row[3] - mtime) <= MTIME_TOLERANCE_S:
+            put_file(context, workflow_id, row, {'contentSize': size, 'sha256': digest})
     return {'count': len(times)}
 
 
@@ -7722,9 +7694,6 @@ def pack_round(context: Context, groups: Sequence[Sequence[Kind]], pool: Optiona
             for (job_id, kind_id), nodes in zip(ready, places):
                 last[kind_id], chosen[job_id] = job_id, nodes
     return chosen
-
-
-CLAIM_STRATEGIES = ('resources', 'queue')
 
 
 def claim(context: Context, state: WorkflowState, want: Values, node_id: Optional[int]) -> Placement:
@@ -8682,11 +8651,10 @@ def hand_out(context: Context, workflow_id: int, hold_s: Optional[float]) -> Val
 
 def execute_schedule(context: Context, action: Values, settings: Values) -> Optional[List[int]]:
     """Take an action, and make its allocations; their ids: [] if no job is left. None if that was done."""
-    if not context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND is_reported = 0',
-                       (action['id'],)):
-        if not take_action(context, action['id'], None):
-            return None
-        note_action_reported(context, action['id'], 0)
+    is_under_way = context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? '
+                               'AND is_reported = 0', (action['id'],))
+    if not is_under_way and not take_action(context, action['id'], None, is_reported=True):
+        return None
     config = action['action_config']
     count = 1 if config.get('num_allocations') is None else config['num_allocations']
     count = count if has_work(context, action) else 0
@@ -9110,15 +9078,14 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
     """How an action ended on the node that took it. Told again, as after a lost answer, it is known."""
     if not retake_action(context, workflow_id, result['action_id'], node_id):
         return      # deleted while it ran
-    if context.one('SELECT 1 FROM action_execution WHERE action_id = ? AND compute_node_id = ? '
-                   'AND is_reported = 1', (result['action_id'], node_id)):
+    is_its, key = 'WHERE action_id = ? AND compute_node_id = ?', (result['action_id'], node_id)
+    if context.one(f'SELECT 1 FROM action_execution {is_its} AND is_reported = 1', key):
         return
     is_schedule = context.value('SELECT action_type FROM workflow_action WHERE id = ?',
                                 (result['action_id'],)) == 'schedule_nodes'
     if is_schedule and not result['success']:   # it has made no records: it is due again, for people
-        context.run('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
-                    (result['action_id'], node_id))
-    note_action_reported(context, result['action_id'], node_id)
+        context.run(f'DELETE FROM action_execution {is_its}', key)
+    context.run(f'UPDATE action_execution SET is_reported = 1 {is_its}', key)
     if not result['success']:   # what Slurm said of its allocations says more
         context.run('UPDATE workflow_action SET failure = ? WHERE id = ?'
                     + (' AND failure IS NULL' if is_schedule else ''),
@@ -9637,9 +9604,15 @@ def list_relations(context: Context, resource: str, workflow_id: int, offset: in
 # -------- the usual operations --------
 
 def create_row(context: Context, resource: str, body: Values) -> Values:
-    """Add a row that no special rule holds for."""
+    """Add a row. Memory and runtime of requirements must be readable; a result that is added by hand is its
+    job's current one, whose status stays."""
     workflow_state(context, body['workflow_id'])
     check_references(context, body['workflow_id'], body)
+    if resource == 'resource_requirements':
+        body = complete_requirements(body)
+    if resource == 'result':
+        context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (body['job_id'],))
+        body = dict(body, attempt_id=body.get('attempt_id') or 1)
     return read_row(context, resource, context.insert(resource, body))
 
 
@@ -9660,11 +9633,6 @@ def create_rows(context: Context, resource: str, body: Values) -> Values:
     key = 'user_data' if resource == 'user_data' else resource + 's'
     check_bulk([row['workflow_id'] for row in body[key]], [row['name'] for row in body[key]], key)
     return {key: [create_row(context, resource, row) for row in body[key]]}
-
-
-def create_requirements(context: Context, resource: str, body: Values) -> Values:
-    """Add resource requirements; memory and runtime must be readable."""
-    return create_row(context, resource, complete_requirements(body))
 
 
 def newest_id(context: Context, table: str, workflow_id: int) -> int:
@@ -9698,12 +9666,6 @@ def create_user_data(context: Context, resource: str, body: Values, consumer_job
             check_owned(context, 'job', body['workflow_id'], [job_id])
             context.insert_rows(table, ('job_id', 'user_data_id'), [(job_id, record['id'])])
     return record
-
-
-def create_result(context: Context, resource: str, body: Values) -> Values:
-    """Add a result by hand, as the job's current one; the job's status stays."""
-    context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (body['job_id'],))
-    return create_row(context, resource, dict(body, attempt_id=body.get('attempt_id') or 1))
 
 
 def read_row(context: Context, resource: str, row_id: int) -> Values:
@@ -9752,11 +9714,14 @@ def update_event(context: Context, resource: str, row_id: int, body: Any) -> Val
     return read_row(context, resource, row_id)
 
 
+DELETED_WORDS = {'ro_crate_entity': 'RO-Crate entities', 'user_data': 'user data records'}
+
+
 def delete_row(context: Context, resource: str, row_id: int) -> Values:
-    """Remove a row; what it was is the answer."""
+    """Remove a row; what it was is the answer, except of an RO-Crate entity."""
     row = read_row(context, resource, row_id)
     delete_where(context, resource, 'id', row_id)
-    return row
+    return {'message': f'Deleted RO-Crate entity {row_id}'} if resource == 'ro_crate_entity' else row
 
 
 def delete_where(context: Context, resource: str, column: str, value: int) -> int:
@@ -9775,24 +9740,12 @@ def delete_where(context: Context, resource: str, column: str, value: int) -> in
 
 
 def delete_rows(context: Context, resource: str, workflow_id: int) -> Values:
-    """Remove all rows of a workflow."""
+    """Remove all rows of a workflow. With words of their own, as in Torc, there is a message for people."""
     if resource == 'job':
         refuse_active(context, workflow_id, 'emptied')
-    return {'count': delete_where(context, resource, 'workflow_id', workflow_id)}
-
-
-def delete_ro_crate_entity(context: Context, resource: str, row_id: int) -> Values:
-    """Remove one RO-Crate entity."""
-    delete_row(context, resource, row_id)
-    return {'message': f'Deleted RO-Crate entity {row_id}'}
-
-
-DELETED_WORDS = {'ro_crate_entity': 'RO-Crate entities', 'user_data': 'user data records'}
-
-
-def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Values:
-    """Remove all rows of a workflow, with a message for people."""
-    count = delete_rows(context, resource, workflow_id)['count']
+    count = delete_where(context, resource, 'workflow_id', workflow_id)
+    if resource not in DELETED_WORDS:
+        return {'count': count}
     message = f'Deleted {count} {DELETED_WORDS[resource]} of workflow {workflow_id}'
     return {'deleted_count': count, 'message': message}
 
@@ -9800,10 +9753,6 @@ def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Va
 # ======== 8h. Administration: access groups, the server itself, output of jobs, and event streams ========
 #
 # Who is in which group, and which groups may use which workflow (see 8); what a server says of itself.
-
-
-GROUPS_OF_WORKFLOW = 'id IN (SELECT group_id FROM workflow_access_group WHERE workflow_id = ?)'
-GROUPS_OF_USER = 'id IN (SELECT group_id FROM user_group_membership WHERE user_name = ?)'
 
 
 def set_administrators(context: Context, users: Iterable[str]) -> None:
@@ -9817,13 +9766,6 @@ def set_administrators(context: Context, users: Iterable[str]) -> None:
         context.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
         context.insert_rows('user_group_membership', ('group_id', 'user_name', 'role', 'created_at'), [
             (group_id, user, 'admin', context.time) for user in sorted(wanted)])
-
-
-def check_fills_by_hand(context: Context, group_id: int) -> None:
-    """Refuse changes of the group of the administrators."""
-    if context.value('SELECT is_system FROM access_group WHERE id = ?', (group_id,)):
-        raise Denied('the group of the administrators is filled by `serve --admin-user` and '
-                     'TORC_ADMIN_USERS only')
 
 
 def remove_link(context: Context, table: str, link: Values, what: str) -> Values:
@@ -9867,15 +9809,13 @@ def list_access_groups(context: Context, **page: int) -> Values:
 
 def get_access_group(context: Context, group_id: int) -> Values:
     """One group."""
-    check_group_admin(context, group_id)
-    return get_row(context, 'access_group', group_id)
+    return check_group_admin(context, group_id)
 
 
 def delete_access_group(context: Context, group_id: int) -> Values:
     """Remove a group; its members lose what it gave them."""
     check_group_admin(context)
-    group = get_row(context, 'access_group', group_id)
-    check_fills_by_hand(context, group_id)
+    group = check_group_admin(context, group_id, changes=True)
     context.run('DELETE FROM access_group WHERE id = ?', (group_id,))
     return group
 
@@ -9888,8 +9828,7 @@ def list_group_members(context: Context, group_id: int, **page: int) -> Values:
 
 def add_user_to_group(context: Context, group_id: int, body: Values) -> Values:
     """Let a user into a group, as one of GROUP_ROLES."""
-    check_group_admin(context, group_id)
-    check_fills_by_hand(context, group_id)
+    check_group_admin(context, group_id, changes=True)
     user = body.get('user_name')
     if not user or user == ANONYMOUS:
         raise Refused(f'user_name: {user!r} is not a valid group member', field='user_name')
@@ -9903,8 +9842,7 @@ def add_user_to_group(context: Context, group_id: int, body: Values) -> Values:
 
 def remove_user_from_group(context: Context, group_id: int, user_name: str) -> Values:
     """Take a user out of a group."""
-    check_group_admin(context, group_id)
-    check_fills_by_hand(context, group_id)
+    check_group_admin(context, group_id, changes=True)
     return remove_link(context, 'user_group_membership', {'group_id': group_id, 'user_name': user_name},
                        f'{printable(user_name)} is not in access group {group_id}')
 
@@ -9912,12 +9850,14 @@ def remove_user_from_group(context: Context, group_id: int, user_name: str) -> V
 def list_user_groups(context: Context, user_name: str, **page: int) -> Values:
     """Groups that a user is in."""
     check_is_self(context, user_name)
-    return group_page(context, 'access_group', GROUPS_OF_USER, user_name, **page)
+    where = 'id IN (SELECT group_id FROM user_group_membership WHERE user_name = ?)'
+    return group_page(context, 'access_group', where, user_name, **page)
 
 
 def list_workflow_groups(context: Context, workflow_id: int, **page: int) -> Values:
     """Groups whose members may use a workflow."""
-    return group_page(context, 'access_group', GROUPS_OF_WORKFLOW, workflow_id, **page)
+    where = 'id IN (SELECT group_id FROM workflow_access_group WHERE workflow_id = ?)'
+    return group_page(context, 'access_group', where, workflow_id, **page)
 
 
 def add_workflow_to_group(context: Context, workflow_id: int, group_id: int) -> Values:
@@ -10321,9 +10261,7 @@ def reclass_jobs(context: Context, workflow_id: int, job_ids: Ids, **changes: Op
     """Move jobs to classes that are like their own, but for resource_requirements_id or scheduler_id."""
     members = grouped(rows_by_ids(context, 'SELECT kind_id, id FROM job WHERE id IN', job_ids))
     for kind_id, moved in members.items():
-        kind = dict(get_row(context, 'job_kind', kind_id), **changes)
-        parts = (kind['resource_requirements_id'], kind['priority'], kind.get('scheduler_id'),
-                 kind.get('labels'))
+        parts = dict(get_row(context, 'job_kind', kind_id), **changes)
         run_by_ids(context, f'UPDATE job SET kind_id = {int(find_job_class(context, workflow_id, parts))} '
                             'WHERE id IN', moved)
 
@@ -10473,7 +10411,7 @@ def correct_requirements(context: Context, workflow_id: int, row: Values, suffix
     values = {key: current[key] for key in ('num_cpus', 'num_gpus', 'num_nodes', 'memory', 'runtime')}
     taken = context.ids('SELECT name FROM resource_requirements WHERE workflow_id = ?', (workflow_id,))
     name = unused_name(f"{current['name']}_{suffix}", set(taken))
-    new_id = create_requirements(context, 'resource_requirements', dict(
+    new_id = create_row(context, 'resource_requirements', dict(
         values, **fields, workflow_id=workflow_id, name=name))['id']
     reclass_jobs(context, workflow_id, job_ids, resource_requirements_id=new_id)
     return dict(fields, from_id=from_id, id=new_id, job_ids=job_ids)
@@ -11371,7 +11309,7 @@ def get_figures(context: Context, workflow_id: int, job_id: int = 0) -> SeriesWa
 # client may know a key of ours as another name of one of its own.
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
-         'MonitorGranularity': GRANULARITIES, 'Strategy': CLAIM_STRATEGIES, 'GroupRole': GROUP_ROLES,
+         'MonitorGranularity': GRANULARITIES, 'Strategy': ('resources', 'queue'), 'GroupRole': GROUP_ROLES,
          'AnswerFormat': ANSWER_FORMATS, 'LogLevel': (*LOG_LEVELS, 'warn', 'trace')}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], (list,of,just,these),
@@ -11784,8 +11722,9 @@ ROUTES = (
     route_to('POST', 'process_changed_job_inputs', process_changed_job_inputs, query='dry_run:bool'),
     route_to('POST', 'check_changes', check_changes, body='CheckChangesRequest'),
     route_to('POST', 'set_file_times', set_file_times, body='SetFileTimesRequest'),
-    route_to('GET', 'required_existing_files', list_required_existing_files),
-    route_to('GET', 'missing_user_data', list_missing_user_data),
+    route_to('GET', 'required_existing_files', list_required, resource='file',
+             name='list_required_existing_files'),
+    route_to('GET', 'missing_user_data', list_required, resource='user_data', name='list_missing_user_data'),
     route_to('GET', 'running_jobs', get_running_jobs, query=SLICE),
     route_to('GET', 'ready_job_requirements', get_ready_job_requirements, query='scheduler_config_id:int'),
     route_to('GET', 'slurm_job_correlations', get_slurm_job_correlations, query=SLICE),
@@ -11832,22 +11771,20 @@ ROUTES = (
     *usual_routes(
         'user_data', 'user_data', 'consumer_job_id:int producer_job_id:int name:str is_ephemeral:bool',
         create={'verb': create_user_data, 'query': 'consumer_job_id:int producer_job_id:int'},
-        delete_all={'name': 'delete_all_user_data', 'verb': delete_rows_and_say}),
+        delete_all={'name': 'delete_all_user_data'}),
     route_to('POST', '/bulk_user_data', create_rows, body='UserDataListModel', resource='user_data',
              name='create_user_data_list'),
 
     *usual_routes(
         'resource_requirements', 'resource_requirements',
         'job_id:int name:str memory:str num_cpus:int num_gpus:int num_nodes:int runtime:str',
-        create={'verb': create_requirements}, update={'verb': update_requirements},
-        delete={'name': 'delete_resource_requirement'}),
+        update={'verb': update_requirements}, delete={'name': 'delete_resource_requirement'}),
 
     *usual_routes('failure_handler', 'failure_handlers', without=('update', 'delete_all'),
                   list={'path': 'failure_handlers', 'query': PAGE}),
 
     *usual_routes('result', 'results',
-                  'job_id:int run_id:int return_code:int status:str compute_node_id:int all_runs:bool',
-                  create={'verb': create_result}),
+                  'job_id:int run_id:int return_code:int status:str compute_node_id:int all_runs:bool'),
 
     *usual_routes('event', 'events', 'category:str after_timestamp:int',
                   create={'verb': create_event, 'query': 'timestamp:int'},
@@ -11896,8 +11833,7 @@ ROUTES = (
 
     *usual_routes('ro_crate_entity', 'ro_crate_entities', 'file_id:int entity_id:str',
                   list={'path': 'ro_crate_entities', 'query': PAGE},
-                  delete={'verb': delete_ro_crate_entity},
-                  delete_all={'path': 'ro_crate_entities', 'query': '', 'verb': delete_rows_and_say}),
+                  delete_all={'path': 'ro_crate_entities', 'query': ''}),
 
     route_to('GET', 'events/stream', stream_workflow_events, query='level:str', is_stream=True),
     route_to('GET', '/admin/api-events/stream', stream_api_events, query='include_bodies:bool',
