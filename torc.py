@@ -93,6 +93,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import unicodedata
 import urllib.parse
 import warnings
@@ -19435,8 +19436,7 @@ class NodeSize(Row):
 def limit_size(size: NodeSize, options: RunnerOptions) -> NodeSize:
     """A node's size, with what the options say instead."""
     memory_bytes = size.memory_bytes if options.memory_gb is None else int(options.memory_gb * 1024 ** 3)
-    devices = size.devices if options.num_gpus is None else size.devices[:options.num_gpus]
-    return NodeSize(options.num_cpus or size.num_cpus, memory_bytes, devices)
+    return NodeSize(options.num_cpus or size.num_cpus, memory_bytes, size.devices[:options.num_gpus])
 
 
 def measure_node(options: RunnerOptions, root: str = '') -> NodeSize:
@@ -19521,16 +19521,13 @@ class Ledger:
         """Room for a job, on the nodes that the claim chose for it if they have it; or None."""
         if self.is_full:
             return None
-        if self.max_jobs is not None:
-            self.num_jobs += 1
-            return Grant(needs, (), *self.take_devices(needs.num_gpus))
-        nodes = self.pool.place_at(needs, chosen)
-        if not nodes:
+        nodes = self.pool.place_at(needs, chosen) if self.max_jobs is None else ()
+        if self.max_jobs is None and not nodes:
             return None
         self.num_jobs += 1
-        if len(nodes) > 1:      # their GPUs are whole nodes', which a single variable cannot name
-            return Grant(needs, nodes, (), ())
-        return Grant(needs, nodes, *self.take_devices(needs.num_gpus, nodes[0]))
+        # The GPUs of several nodes are theirs as a whole: a single variable cannot name them.
+        devices = ((), ()) if len(nodes) > 1 else self.take_devices(needs.num_gpus, *nodes)
+        return Grant(needs, nodes, *devices)
 
     def take_devices(self, wanted: int, node: int = 0) -> Tuple[Tuple[str, ...], Tuple[str, ...]]:
         """GPUs of a node for a job, and which are its own: with too few free, all are shared in turn."""
@@ -19650,12 +19647,11 @@ def job_variables(attempt: Attempt, common: Dict[str, str], devices: Sequence[st
 def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> Dict[str, str]:
     """Environment that every child gets. The token itself never: only where it lies."""
     variables = {'TORC_WORKFLOW_ID': workflow['id'], 'TORC_RUN_ID': workflow.get('run_id') or 0,
-                 'TORC_OUTPUT_DIR': output_dir,
                  'TORC_WORKFLOW_SUBMISSION_DIR': workflow.get('submission_directory'),
-                 'TORC_API_URL': client.url,
-                 'TORC_TOKEN_FILE': client.token_file and os.path.abspath(client.token_file),
-                 'TORC_TLS_CA_CERT': client.tls.ca_file and os.path.abspath(client.tls.ca_file),
+                 'TORC_OUTPUT_DIR': output_dir, 'TORC_API_URL': client.url,
                  'TORC_TLS_INSECURE': '1' if client.tls.is_insecure else ''}
+    paths = {'TORC_TOKEN_FILE': client.token_file, 'TORC_TLS_CA_CERT': client.tls.ca_file}
+    variables.update((name, os.path.abspath(path)) for name, path in paths.items() if path)
     return {name: str(value) for name, value in variables.items() if value not in (None, '')}
 
 
@@ -19690,10 +19686,8 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
 
 def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dict[str, Any]]:
     """A failure handler's rule for a return code: the first that names it, else the first for all codes."""
-    for rule in rules:
-        if return_code in (rule.get('exit_codes') or ()):
-            return rule
-    return next((rule for rule in rules if rule.get('match_all_exit_codes')), None)
+    naming = [rule for rule in rules if return_code in (rule.get('exit_codes') or ())]
+    return next(iter(naming + [rule for rule in rules if rule.get('match_all_exit_codes')]), None)
 
 
 # -------- the settings of a workflow --------
@@ -19846,15 +19840,6 @@ def workflow_in_name(name: str) -> Optional[int]:
     return int(match.group(1)) if match else None
 
 
-class SteadyFile(Row):
-    """A file as long as it was when it was opened: its job may still write to it, or empty it."""
-    file: Any
-
-    def read(self, size: int) -> bytes:
-        """The next bytes; zeros where there are none any more, as in GNU tar."""
-        return self.file.read(size).ljust(size, b'\0')
-
-
 def workflow_files(output_dir: str, workflow_id: int, report: Report) -> Iterator[Tuple[str, Any]]:
     """Each regular file of a workflow in an output directory: its name there, and it, open for reading."""
     for directory in LOG_DIRECTORIES:
@@ -19873,10 +19858,11 @@ def workflow_files(output_dir: str, workflow_id: int, report: Report) -> Iterato
 
 
 def add_member(bundle: Any, name: str, file: Any) -> int:
-    """Add an open file to a tar file; its size."""
+    """Add an open file to a tar file; its size. Its job may still write to it, or empty it: there are zeros
+    where it has nothing any more, as in GNU tar."""
     found, member = os.fstat(file.fileno()), tarfile.TarInfo(name)
     member.size, member.mtime, member.mode = found.st_size, int(found.st_mtime), 0o644
-    bundle.addfile(member, SteadyFile(file))
+    bundle.addfile(member, types.SimpleNamespace(read=lambda size: file.read(size).ljust(size, b'\0')))
     return found.st_size
 
 
@@ -19979,11 +19965,9 @@ def describe_node(context: NodeContext) -> Dict[str, Any]:
             'num_nodes': len(nodes), 'num_cpus': context.ledger.num_cpus,
             'memory_gb': sum(node.memory_bytes for node in nodes) / 1024 ** 3,
             'num_gpus': sum(len(node.devices) for node in nodes)}
-    end_time = context.end_time()
-    if end_time is not None:
-        body['end_time'] = format_time(end_time)
-    if context.options.labels:
-        body['labels'] = list(context.options.labels)
+    end_time, labels = context.end_time(), list(context.options.labels)
+    body.update({'labels': labels} if labels else {},
+                **({} if end_time is None else {'end_time': format_time(end_time)}))
     if context.allocation is not None:
         body.update(compute_node_type='slurm', scheduler=context.allocation.scheduler())
     return body
@@ -20095,16 +20079,15 @@ class ServerLink(Part):
             context.allocation.scheduler_config_id = created.get('scheduler_config_id')
         self.lease_ends_at = lease_ends_at
         context.variables = common_variables(self.client, context.workflow, context.output.path)
-        context.log.write(f'Job runner starting workflow_id={context.workflow_id}', run_id=context.run_id,
-                          compute_node_id=context.node_id, hostname=body['hostname'],
-                          output_dir=context.output.path, num_cpus=body['num_cpus'],
-                          memory=f"{body['memory_gb']:.1f}GB", num_gpus=body['num_gpus'],
-                          job_completion_poll_interval=f'{options.poll_interval_s:g}s',
-                          claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s',
-                          max_parallel_jobs=options.max_parallel_jobs, end_time=body.get('end_time'),
-                          strict_scheduler_match=str(options.is_strict).lower(),
-                          execution_mode='Slurm' if context.in_steps else 'Direct',
-                          limit_resources=str(context.config['limit_resources']).lower())
+        limits, mode = str(context.config['limit_resources']).lower(), 'Slurm' if context.in_steps else 'Direct'
+        context.log.write(
+            'Job runner starting', workflow_id=context.workflow_id, run_id=context.run_id,
+            compute_node_id=context.node_id, hostname=body['hostname'], output_dir=context.output.path,
+            num_cpus=body['num_cpus'], memory=f"{body['memory_gb']:.1f}GB", num_gpus=body['num_gpus'],
+            job_completion_poll_interval=f'{options.poll_interval_s:g}s',
+            claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s',
+            max_parallel_jobs=options.max_parallel_jobs, end_time=body.get('end_time'), execution_mode=mode,
+            strict_scheduler_match=str(options.is_strict).lower(), limit_resources=limits)
         self.is_registered, self.is_doubtful = True, bool(old)
         if old:
             for attempt in self.attempts.of('claimed'):     # others have them
@@ -20122,10 +20105,10 @@ class ServerLink(Part):
                           had_terminations=str(had_terminations).lower())
         if self.state == 'offline' or not context.node_id:     # its lease ends by itself
             return
-        body = {'is_active': False, **figures}
+        deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, context.last_at - time.monotonic()))
         try:
-            deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, context.last_at - time.monotonic()))
-            self.client.call('update_compute_node', body, deadline_s, node_id=context.node_id)
+            self.client.call('update_compute_node', {'is_active': False, **figures}, deadline_s,
+                             node_id=context.node_id)
         except TorcError as error:      # gone with its workflow, or unreachable: its lease ends by itself
             context.log.write(f'The compute node stays active: {error.message}', 'warning')
 
@@ -20135,13 +20118,9 @@ class ServerLink(Part):
     def ask_at(self) -> float:
         """When the next request is to be sent (monotonic): at once if nothing may start before, or nothing is
         left to wait for but the server."""
-        if self.pending is not None:
-            return math.inf
-        if self.state == 'online' and not self.has_lease:
-            return 0.0
-        if self.state == 'offline' and not (self.launcher.children or self.is_over):
-            return 0.0
-        return self.planned_at
+        is_urgent = not self.has_lease if self.state == 'online' else self.state == 'offline' and not (
+            self.launcher.children or self.is_over)
+        return math.inf if self.pending is not None else 0.0 if is_urgent else self.planned_at
 
     def due(self) -> float:
         """When a request is to be sent, or its answer is overdue. The loop watches for the answer itself."""
@@ -20186,14 +20165,16 @@ class ServerLink(Part):
     def send(self, body: Dict[str, Any], patience_s: float) -> None:
         """Send one runner_sync, with all updates. The server may keep one that finds no work for a while."""
         context, lease_s = self.context, self.lease_s()
-        tells, self.planned_at = self.has_updates, math.inf
-        self.plan_wait(body['want'] is not None, tells, 0.0 if self.is_doubtful else patience_s)
+        self.has_wanted, self.has_told, self.planned_at = body['want'] is not None, self.has_updates, math.inf
+        # Once a request that wanted jobs has got none, the next one may be kept.
+        may_wait = self.is_idle and self.has_wanted and not (self.has_told or self.is_doubtful)
+        self.waits_s = max(0.0, patience_s) if may_wait else 0.0
         self.turn += 1
         self.promised_until = uptime_s() + lease_s
         # In an older copy of its database the server may give our node's id to another runner: `identity`.
         body.update(self.updates(), compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
                     run_id=context.run_id, turn=self.turn, lease_s=lease_s,
-                    explain=not (tells and self.launcher.children))
+                    explain=not (self.has_told and self.launcher.children))
         if self.is_doubtful:    # what else the server thinks that we have is not so
             body['held'] = [attempt.key for attempt in self.attempts.of()]
         if self.waits_s:
@@ -20204,11 +20185,6 @@ class ServerLink(Part):
                                              workflow_id=context.workflow_id)
         except OUTAGES as error:
             self.on_no_answer(error)
-
-    def plan_wait(self, wants: bool, tells: bool, most_s: float) -> None:
-        """Before a request: once one that wanted jobs got none, the server may keep the next for a while."""
-        self.waits_s = max(0.0, most_s) if self.is_idle and wants and not tells else 0.0
-        self.has_wanted, self.has_told = wants, tells
 
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
@@ -20629,10 +20605,9 @@ class Actions(Part):
             return
         command, code = self.queue[0]['commands'][self.index], process.end.return_code
         self.process, self.index = None, self.index + 1
-        if code and command:
-            self.finish(False, f'command {self.index} ended with return code {code}: {command}')
-        elif code:
-            self.finish(False, f'its allocations were not submitted: see {self.log_name}')
+        if code:
+            self.finish(False, f'command {self.index} ended with return code {code}: {command}' if command else
+                        f'its allocations were not submitted: see {self.log_name}')
 
     def finish(self, success: bool, message: str) -> None:
         """Report the action that was at work."""
@@ -21249,12 +21224,6 @@ SIGNAL_LEEWAY_S = 60.0      # so much sooner Slurm may send --signal (srun(1))
 WATCH_S = 10.0              # between looks whether steps are to be given up
 
 
-def cancel_argv(job_id: str, numbers: Sequence[str], signal_name: str = '') -> List[str]:
-    """A call of scancel for steps of a job: they get a signal, or, without one, SIGKILL at once."""
-    flags = ['-s', signal_name] if signal_name else []
-    return slurm_argv('scancel', *flags, *(f'{job_id}.{number}' for number in numbers))
-
-
 def end_steps(directory: str, job_id: str) -> None:
     """Kill all steps of a runner that has died, or leaves, by what its directory says. That is moved away
     first: a step that begins only now finds no notes, and ends. When both processes of srun(1) are killed,
@@ -21267,9 +21236,9 @@ def end_steps(directory: str, job_id: str) -> None:
     except OSError:     # the runner itself has done it, or no step was ever started
         return
     notes = [parse_step_notes(read_proc_text(path).decode('utf-8', 'replace')) for path in paths]
-    numbers = [one.number for one in notes if one.number.isdigit() and one.return_code is None]
-    if numbers:
-        ask_program(cancel_argv(job_id, numbers), SLURM_QUERY_S, query_variables())
+    steps = [f'{job_id}.{one.number}' for one in notes if one.number.isdigit() and one.return_code is None]
+    if steps:
+        ask_program(slurm_argv('scancel', *steps), SLURM_QUERY_S, query_variables())
     shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -21313,12 +21282,10 @@ class Step:
 
     def read_file(self, kind: str) -> str:
         """One of its files, the last 64 KB; '' if it is gone."""
-        try:
-            with open(f'{self.stem}.{kind}', 'rb') as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-                return file.read().decode('utf-8', 'replace')
-        except OSError:
-            return ''
+        with contextlib.suppress(OSError), open(f'{self.stem}.{kind}', 'rb') as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+            return file.read().decode('utf-8', 'replace')
+        return ''
 
     def read(self) -> StepNotes:
         """See what the supervisor has noted since."""
@@ -21455,8 +21422,9 @@ class SlurmStarter(Part):
             self.context.log.write(f'Job SIG{name} (srun)', workflow_id=self.context.workflow_id,
                                    job_id=attempt.id, pid=attempt.process.pid)
         numbers = [attempt.step.number for attempt in attempts if attempt.step.number]
+        flags = [] if name == 'KILL' else ['-s', name]      # without them: SIGKILL at once
+        argv = slurm_argv('scancel', *flags, *(f'{self.allocation.job_id}.{number}' for number in numbers))
         if numbers:
-            argv = cancel_argv(self.allocation.job_id, numbers, '' if name == 'KILL' else name)
             self.launcher.query(argv, SLURM_QUERY_S, on_answer, query_variables())
 
     def began_at(self, attempt: Attempt) -> float:
@@ -22059,7 +22027,12 @@ class Shutdown(Part):
 
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
-        self.follow_allocation()
+        allocation = self.context.allocation
+        if allocation is not None and self.end_time != self.context.end_time():
+            self.set_end()
+        if allocation is not None and allocation.is_over and self.interrupted_by is None:
+            self.context.say(f'Slurm job {allocation.job_id} is over', 'warning')
+            self.on_signal(signal.SIGTERM)      # it has not come (yet)
         if now >= self.context.stop_at:
             self.context.say('End time reached: the time limit, less sigkill_headroom_seconds, is over'
                              if self.context.in_steps else
@@ -22081,17 +22054,6 @@ class Shutdown(Part):
             self.context.say_once(
                 f'{UNKILLABLE_S:g} s after SIGKILL something of it lives (uninterruptible sleep); '
                 'no more jobs are started until that has ended', f'{name}: ', 'warning')
-
-    def follow_allocation(self) -> None:
-        """Take in what was found out of the Slurm job around us: another end, or that it is over."""
-        allocation = self.context.allocation
-        if allocation is None:
-            return
-        if self.end_time != self.context.end_time():
-            self.set_end()
-        if allocation.is_over and self.interrupted_by is None:     # its signal has not come (yet)
-            self.context.say(f'Slurm job {allocation.job_id} is over', 'warning')
-            self.on_signal(signal.SIGTERM)
 
     def kill_all(self) -> None:
         """SIGKILL everything that still runs."""
@@ -22447,10 +22409,9 @@ class Runner:
             raise self.explain_drain()
         counts, answer, shutdown = self.completions.counts, self.link.answer, self.shutdown
         return RunOutcome(
-            counts['completed'], counts['failed'], counts['terminated'], counts['canceled'],
-            self.completions.failed_jobs, answer['is_complete'], answer['is_canceled'],
-            shutdown.interrupted_by, self.context.leaving, time.monotonic() - self.began,
-            answer['jobs_by_status'])
+            *map(counts.__getitem__, ('completed', 'failed', 'terminated', 'canceled')),
+            self.completions.failed_jobs, answer['is_complete'], answer['is_canceled'], shutdown.interrupted_by,
+            self.context.leaving, time.monotonic() - self.began, answer['jobs_by_status'])
 
     def explain_drain(self) -> Unreachable:
         """The error of a runner that has left without its server: what it could not report, and where it is.
@@ -22699,11 +22660,6 @@ class JobUse(Row):
     kind: str = ''              # ... or the guess
     evidence: str = ''          # one sentence
 
-    @property
-    def job_id(self) -> int:
-        """The job."""
-        return self.job['id']
-
 
 class Comparison(Row):
     """One resource of one job: what it asked for and used at most, in the same unit."""
@@ -22726,14 +22682,9 @@ def report_duration(value_s: float) -> str:
     return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
 
 
-def seconds_of(result: Dict[str, Any]) -> float:
-    """How long an attempt ran."""
-    return result['exec_time_minutes'] * 60
-
-
 def runtime_of(result: Dict[str, Any]) -> Optional[float]:
-    """The same, as a measure of what a job needs. None if it was lost: it counts until that was noticed."""
-    return None if result['return_code'] == ORPHAN_RETURN_CODE else seconds_of(result)
+    """How long an attempt took, in seconds. None if it was lost: its time counts until that was noticed."""
+    return None if result['return_code'] == ORPHAN_RETURN_CODE else result['exec_time_minutes'] * 60
 
 
 class Measure(Row):
@@ -22807,7 +22758,7 @@ def find_memory_violation(use: JobUse) -> str:
         return 'memory_exceeded'
     if not limit or use.cause not in ('', 'memory'):
         return ''
-    is_early = not runtime_s or seconds_of(use.result) < OOM_SHARE * runtime_s
+    is_early = not runtime_s or use.result['exec_time_minutes'] * 60 < OOM_SHARE * runtime_s
     is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and is_early
     return 'out_of_memory' if use.cause else 'sigkill_137' if is_killed else ''
 
@@ -22823,7 +22774,7 @@ def explain_failure(use: JobUse) -> Dict[str, Any]:
     """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
     needs, result = use.needs, use.result
     peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
-    runtime_s, ran_s, limit = limit_of('runtime', needs), seconds_of(result), limit_of('memory', needs)
+    runtime_s, ran_s, limit = limit_of('runtime', needs), result['exec_time_minutes'] * 60, limit_of('memory', needs)
     is_timeout, oom = has_timed_out(use), find_memory_violation(use)
     is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < (runtime_of(result) or 0.0)
     found = {
@@ -22951,8 +22902,7 @@ FAILURE_CLASSES = {
     'timeout': FailureClass('ran out of time',                    'runtime', True,  'timeout_fixed'),
     'unknown': FailureClass('failed for a reason of its own',     '',        False, 'unknown_retried'),
     'lost':    FailureClass('was lost with its runner or node',   '',        True,  'lost_retried'),
-    'cpu':     FailureClass('used more CPUs than it asked for',   'cpu',     False, 'cpu_retried'),
-}
+    'cpu':     FailureClass('used more CPUs than it asked for',   'cpu',     False, 'cpu_retried')}
 # What our runners write as the reason of an end, at its beginning: evidence of what it is.
 REASON_SIGNS = (
     ('memory', r'used \d+MB of memory, and its limit was |killed by the kernel for lack of memory '),
@@ -22977,7 +22927,7 @@ def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
     else:
         sign = STEP_CAUSES.get(read_step_outcome(reason), '') \
             or next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
-    if sign == 'timeout' and seconds_of(result) < limit_of('runtime', use.needs):
+    if sign == 'timeout' and result['exec_time_minutes'] * 60 < limit_of('runtime', use.needs):
         # It needs no more time than it asked for: its allocation had too little left.
         sign = 'lost'
     return sign, reason if sign else ''
@@ -23003,7 +22953,7 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
     elif found.get('likely_cpu_violation'):
         kind = 'cpu'
         why = f"{found['peak_cpu_percent']:.0f}% CPU used, {found['configured_cpus']} CPUs asked for"
-    seen = f"return code {found['return_code']} after {report_duration(seconds_of(use.result))}"
+    seen = f"return code {found['return_code']} after {report_duration(use.result['exec_time_minutes'] * 60)}"
     return use._replace(kind=kind, evidence=f'{seen}: {why}' if why else use.result.get('reason') or seen)
 
 
@@ -23038,7 +22988,7 @@ def plan_remedies(failures: Sequence[JobUse], sharers: Dict[int, List[int]],
     """Which jobs run again, and with what. `sharers`: requirements -> all jobs that have them."""
     made = Remedies([], [], [], [])
     groups = collections.defaultdict(list)      # type: Dict[Any, List[JobUse]]
-    for failure in sorted(failures, key=lambda failure: failure.job_id):
+    for failure in sorted(failures, key=lambda failure: failure.job['id']):
         reason = why_left(failure, rules)
         if reason:
             made.left.append((failure, reason))
@@ -23048,9 +22998,9 @@ def plan_remedies(failures: Sequence[JobUse], sharers: Dict[int, List[int]],
     for (needs_id, _), group in sorted(groups.items()):
         corrections = correct_group(group, rules, made)
         if corrections:
-            ids = sharers[needs_id] if rules.is_shared else [failure.job_id for failure in group]
+            ids = sharers[needs_id] if rules.is_shared else [failure.job['id'] for failure in group]
             made.changes.append(Remedy(group[0].needs, ids, corrections, len(ids) < len(sharers[needs_id])))
-    made.retried.sort(key=lambda failure: failure.job_id)
+    made.retried.sort(key=lambda failure: failure.job['id'])
     return made
 
 
@@ -23059,7 +23009,7 @@ def why_left(failure: JobUse, rules: RemedyRules) -> str:
     if failure.kind not in rules.kinds:
         meaning = FAILURE_CLASSES[failure.kind].meaning
         return f'{meaning} ({failure.evidence})' if failure.cause else meaning
-    losses = (rules.losses or {}).get(failure.job_id, 0)
+    losses = (rules.losses or {}).get(failure.job['id'], 0)
     if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
         return f'was lost {losses} times: it may need longer allocations, or be what brings its node down'
     return ''
@@ -23075,7 +23025,7 @@ def correct_group(group: Sequence[JobUse], rules: RemedyRules, made: Remedies) -
     for failure in group:
         lacked = FAILURE_CLASSES[failure.kind].resource
         goes_on = lacked == 'runtime' and failure.job.get('supports_termination')   # from a checkpoint
-        if not lacked or (lacked, failure.job_id) in helped or failure.is_stale \
+        if not lacked or (lacked, failure.job['id']) in helped or failure.is_stale \
                 or 'unknown' in rules.kinds or goes_on:
             made.retried.append(failure)
         else:
@@ -29667,7 +29617,7 @@ def preview(session: Session, found: Evidence, plan: RecoveryPlan, args: Argumen
     answer = session.call('recover_jobs', recovery_request(session, found, plan, args),
                           workflow_id=workflow['id'], dry_run=True)
     changed, to_run = {row['job_id'] for row in answer['changed']}, set(answer['to_run'])
-    left = [(failure, reason) for failure, reason in plan.remedies.left if failure.job_id not in changed]
+    left = [(failure, reason) for failure, reason in plan.remedies.left if failure.job['id'] not in changed]
     canceled = [job for job in plan.canceled if job['id'] in to_run]    # others wait for what failed
     return plan._replace(remedies=plan.remedies._replace(left=left), canceled=canceled,
                          answer=answer if plan.remedies.retried or canceled else None)
@@ -29678,7 +29628,7 @@ def recovery_request(session: Session, found: Evidence, plan: RecoveryPlan,
     """Body of recover_jobs, with the times of files as they are now."""
     workflow, retried = found.workflow, plan.remedies.retried
     return {'run_id': workflow.get('run_id') or 0,
-            'reset': [failure.job_id for failure in retried] + [job['id'] for job in plan.canceled],
+            'reset': [failure.job['id'] for failure in retried] + [job['id'] for job in plan.canceled],
             'requirements': [dict(new_values(change.corrections), from_id=change.needs['id'],
                                   job_ids=change.job_ids) for change in plan.remedies.changes],
             'files': file_times(session.client, workflow) if has_directory(workflow) else {},
@@ -29766,7 +29716,7 @@ def count_retried(retried: Sequence[JobUse]) -> Dict[str, int]:
 
 def list_outdated(plan: RecoveryPlan) -> List[Dict[str, Any]]:
     """Jobs that run again although they ended well, say: what they read or made has changed."""
-    retried = {failure.job_id for failure in plan.remedies.retried}
+    retried = {failure.job['id'] for failure in plan.remedies.retried}
     return [row for row in (plan.answer or {}).get('changed', ()) if row['job_id'] not in retried]
 
 
@@ -29777,7 +29727,7 @@ def describe_recovery(session: Session, found: Evidence, plan: RecoveryPlan,
     counts = count_retried(remedies.retried)
     result = {key: counts.pop(key) for key in ('oom_fixed', 'timeout_fixed', 'unknown_retried')}  # type: Any
     result['other_failures'] = sum(failure.kind in ('unknown', 'cpu') for failure in found.failures)
-    result['jobs_to_retry'] = [failure.job_id for failure in remedies.retried]
+    result['jobs_to_retry'] = [failure.job['id'] for failure in remedies.retried]
     if remedies.changes:
         result['adjustments'] = [
             dict(describe_adjustment('upscale', change.corrections), split=change.is_split,
@@ -29787,7 +29737,7 @@ def describe_recovery(session: Session, found: Evidence, plan: RecoveryPlan,
     result.update(counts, canceled_retried=len(plan.canceled), notes=remedies.notes, jobs_left=found.num_left,
                   changed=list_outdated(plan))
     result['not_retried'] = [
-        {'job_id': failure.job_id, 'job_name': failure.job['name'], 'failure_class': failure.kind,
+        {'job_id': failure.job['id'], 'job_name': failure.job['name'], 'failure_class': failure.kind,
          'reason': reason} for failure, reason in remedies.left]
     if plan.submitted is not None:
         result['slurm'] = plan.submitted
@@ -29824,8 +29774,8 @@ def format_plan(found: Evidence, plan: RecoveryPlan, style: Style) -> str:
     for kind, row in FAILURE_CLASSES.items():
         failures = [failure for failure in found.failures if failure.kind == kind]
         if failures:
-            rows = [(use.job_id, use.job['name'], use.result['return_code'],
-                     report_duration(seconds_of(use.result)), use.needs['memory'],
+            rows = [(use.job['id'], use.job['name'], use.result['return_code'],
+                     report_duration(use.result['exec_time_minutes'] * 60), use.needs['memory'],
                      explain_failure(use)['peak_memory_formatted'], use.needs['runtime'], use.evidence)
                     for use in failures[:RECOVER_ROWS_SHOWN]]    # type: List[Tuple]
             text += f"{row.meaning} ({counted(len(failures), 'job')}):\n"
