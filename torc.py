@@ -24745,7 +24745,7 @@ def format_runner(runner: Dict[str, Any]) -> str:
 
 
 def words_to_go_on(status: Dict[str, Any], was_interrupted: bool = False) -> Optional[List[str]]:
-    """What `run ID` needs beside the id to go on with a workflow; None if nothing is left to do."""
+    """What `run ID` needs beside the id to go on with a workflow; None if all is done, whoever has run it."""
     counts, is_canceled = status['jobs_by_status'], status['is_canceled']
     is_spoiled = is_canceled or has_failed(counts)
     is_active = any(counts.get(STATUS_NAMES[code]) for code in ACTIVE)  # a reset has to wait for their end
@@ -25332,7 +25332,6 @@ class Session:
         self.command: Any = None    # its row in COMMANDS
         self.keeper: Optional[Keeper] = None    # of a runner that is a program of its own
         self.is_reading = False     # make no database, although the command may
-        self.has_said_where = False     # in which database
         self.drawn_lines = 0        # by redraw()
         self._client: Optional[Client] = None
         self._credentials: Optional[Credentials] = None
@@ -25438,7 +25437,6 @@ class Session:
     def show(self, text: str, style: Style = PLAIN) -> None:
         """Text to stdout; the style is that of text that was painted."""
         text = printable_in_colour(text, style)
-        self.note_place(text)
         try:
             self.out.write(text)
         except UnicodeEncodeError:  # a locale without UTF-8
@@ -25460,14 +25458,8 @@ class Session:
         self.out.flush()
         self.drawn_lines = len(lines)
 
-    def note_place(self, text: str) -> None:
-        """Whether a text says in which database the command works: that need not be said again."""
-        if self._client is not None and self._client.location in text:
-            self.has_said_where = True
-
     def report(self, *lines: str) -> None:
         """Lines to stderr."""
-        self.note_place('\n'.join(lines))
         with contextlib.suppress(OSError):      # nobody reads it; the command is carried out all the same
             self.err.write(format_lines(lines))
             self.err.flush()    # before Python 3.9, stderr gathers what goes to a file or pipe
@@ -25526,13 +25518,9 @@ class Session:
         return is_yes
 
     def leave(self) -> None:
-        """Give the connection back, and see that what was done stays; say where, unless it is usual."""
-        client = self._client
-        if client is not None:
-            is_in_job = bool(os.environ.get('TORC_WORKFLOW_ID'))    # its address was given, not chosen
-            if client.has_changed and not (self.has_said_where or is_in_job or client.is_own):
-                self.inform(f'Used {client.location}')
-            client.leave()
+        """Give the connection back, and see that what was done stays."""
+        if self._client is not None:
+            self._client.leave()
 
     def close(self) -> None:
         """Give the connection back."""
@@ -26229,31 +26217,26 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> Answ
     value.update(error=error, message=f"{doing} task {'failed' if error else 'completed'}")
     if error:
         session.report(f'torc: {error}')
-        return Answer(value, [], code=1)
-    return Answer(value, [f'Workflow {workflow_id} is initialized. Run it with: '
-                          + start_line(session, workflow_id)])
+    return Answer(value, [] if error else [f'Workflow {workflow_id} is initialized. Run it with: '
+                                           + start_line(session, workflow_id)], code=int(bool(error)))
 
 
 def answer_file_check(session: Session, workflow_id: int, check: FileCheck, found: Dict[str, Any],
                       is_verbose: bool) -> Answer:
     """What a dry run of init and reinit says; `found` is what would run again."""
-    value = {'existing_output_file_count': len(check.existing_outputs),
-             'existing_output_files': check.existing_outputs,
-             'missing_input_file_count': len(check.missing_inputs),
-             'missing_input_files': check.missing_inputs,
-             'safe': not check.missing_inputs and not check.missing_user_data, 'workflow_id': workflow_id}
-    value.update(found)
+    missing, outputs, is_safe = check.missing_inputs, check.existing_outputs, not any(describe_missing(check))
+    value = {'existing_output_file_count': len(outputs), 'existing_output_files': outputs, 'safe': is_safe,
+             'missing_input_file_count': len(missing), 'missing_input_files': missing,
+             'workflow_id': workflow_id, **found}
     changed = [change for changes in found.values() for change in changes]
     lines = list(filter(None, describe_missing(check)))
-    if check.existing_outputs:
-        hint = '' if is_verbose else ' (-v: their names)'
-        lines.append(counted(len(check.existing_outputs), 'existing output file') + hint)
-    lines += [f'existing output: {path}' for path in check.existing_outputs if is_verbose]
+    if outputs:
+        lines.append(counted(len(outputs), 'existing output file') + ' (-v: their names)' * (not is_verbose))
+    lines += [f'existing output: {path}' for path in outputs if is_verbose]
     lines += [f"would run again: {change['job_name']} ({change['reason']})" for change in changed]
-    again = counted(len(changed), 'job') + ' would run again'
-    lines.append('Not safe: make what is missing, or give --force' if not value['safe'] else
-                 again if changed else 'Safe: no input is missing')
-    return Answer(value, lines, code=0 if value['safe'] else Refused.exit)
+    lines.append('Not safe: make what is missing, or give --force' if not is_safe else
+                 f"{counted(len(changed), 'job')} would run again" if changed else 'Safe: no input is missing')
+    return Answer(value, lines, code=0 if is_safe else Refused.exit)
 
 
 def cmd_reset_status(session: Session, args: Arguments) -> Any:
@@ -27766,7 +27749,7 @@ def run_to_end(session: Session, workflow_id: int, options: RunnerOptions, is_fo
     client = session.client
     if session.options['in_memory'] and not client.in_memory:
         session.report(f'warning: {client.location} is served already, and not from memory')
-    if not (client.is_own or session.has_said_where):   # not the embedded database of this directory
+    if not (client.is_own or client.registration):      # which was said already
         session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
     progress = Progress(session.err, style_of(session.err, os.environ), session.options['quiet'],
                         printer=printer, form=options.progress)
@@ -27823,16 +27806,16 @@ def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[
 def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
                         words: Sequence[str]) -> int:
     """A finished workflow is not run again: say how to do so."""
-    number, code = status['workflow_id'], 0 if verdict_of(status)[0] == 'complete' else 1
+    number, words_to_run = status['workflow_id'], words_to_go_on(status)
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.report(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
     report_reasons(session, number)
-    report_way_on(session, workflow, words_to_go_on(status), words)
+    report_way_on(session, workflow, words_to_run, words)
     if not status['is_canceled']:   # init would forget what is done
         run = command_line(session, 'run', number, *words)
         for what, verb in (('what has changed', 'reinit'), ('everything', 'init')):
             session.report(f"To run again {what}: {command_line(session, 'workflows', verb, number)}; {run}")
-    return code
+    return 0 if words_to_run is None else 1
 
 
 def report_reasons(session: Session, workflow_id: int) -> None:
@@ -27858,14 +27841,6 @@ def report_way_on(session: Session, workflow: Dict[str, Any], words: Optional[Se
         session.report(f'After an edit of its file: {line}')
 
 
-def outcome_exit(outcome: RunOutcome) -> int:
-    """Exit code of `run`: 1 when any job of the workflow ended badly or is left undone, whoever ran it."""
-    if outcome.interrupted_by:
-        return 130
-    is_undone = any(outcome.jobs_by_status.get(row.name) for row in STATUSES if row.is_bad or not row.is_done)
-    return 1 if outcome.is_canceled or is_undone else 0
-
-
 REASONS_TO_LEAVE = {'stuck': 'nothing that is left can run here', 'idle': 'no job could be claimed',
                     'output': 'its output directory could not be written to',
                     'deadline': "the runner's time is over"}
@@ -27875,10 +27850,12 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
                    options: RunnerOptions, output: Sequence[str], has_server: bool) -> int:
     """The summary: counts, why jobs failed, what others wait for, how to continue. The exit code.
     A server that has gone is asked nothing: each question would wait for it anew."""
-    number, code, counts = workflow['id'], outcome_exit(outcome), outcome.jobs_by_status
+    number, counts, was_interrupted = workflow['id'], outcome.jobs_by_status, bool(outcome.interrupted_by)
+    words = words_to_go_on(outcome._asdict(), was_interrupted)
+    code = 130 if was_interrupted else 0 if words is None else 1
     if session.options['quiet'] and code == 0:
         return code
-    ended = ('was interrupted' if outcome.interrupted_by else 'was canceled' if outcome.is_canceled else
+    ended = ('was interrupted' if was_interrupted else 'was canceled' if outcome.is_canceled else
              f'is not complete ({REASONS_TO_LEAVE.get(outcome.reason, outcome.reason)})'
              if not outcome.is_complete else 'has ended' if code else 'is complete')
     session.report(f"Workflow {number} ({workflow['name']}) {ended} after {format_seconds(outcome.wall_s)}: "
@@ -27900,13 +27877,9 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
             session.inform(f'warning: jobs have ended, and these user data have no value: {names}')
     directory = os.path.join(options.output_dir, 'job_stdio')
     session.report(f"Output: {directory} ({command_line(session, 'logs', number, *directory_words)})")
-    words = words_to_go_on(outcome._asdict(), bool(outcome.interrupted_by))
     is_elsewhere = outcome.reason in ('stuck', 'idle') and counts.get('ready')
     report_way_on(session, workflow, words, output,
                   ', where the rest can run' if is_elsewhere else ' from here')
-    database = session.client.database
-    if database and is_deleted(database):
-        session.report(f'The database {database} was deleted during the run: its results are lost')
     return code
 
 
