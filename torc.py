@@ -17477,17 +17477,20 @@ FINAL_REASONS = frozenset((
     'JobHeldUser', 'JobHeldAdmin', 'JobHoldMaxRequeue', 'launch failed requeued held', 'BadConstraints',
     'DependencyNeverSatisfied', 'PartitionNodeLimit', 'PartitionTimeLimit', 'PartitionConfig', 'InvalidQOS',
     'AccountNotAllowed', 'InvalidAccount', 'QOSNotAllowed', 'AssociationTimeLimit', 'QOSTimeLimit'))
-QUEUE_FORMAT = '%i|%T|%V|%S|%e|%P|%r'   # id, state, submission, start, end, partition, reason
+# Id, state, submission, start, end, partition, reason, name, comment.
+QUEUE_FORMAT = '%i|%T|%V|%S|%e|%P|%r|%j|%k'
 
 
 class ListedJob(Row):
     """One of the user's jobs, as squeue lists it. Times are seconds since the epoch, None where unknown."""
-    state: str                      # of SLURM_STATES
+    state: str                      # of SLURM_STATES, or what Slurm calls it
     submitted_at: Optional[float]
     starts_at: Optional[float]      # started, or is expected to start
     ends_at: Optional[float]
     partition: str
     reason: str                     # 'ReqNodeNotAvail, UnavailableNodes:node3'
+    name: str
+    comment: str
 
     @property
     def is_final(self) -> bool:
@@ -17495,15 +17498,16 @@ class ListedJob(Row):
         return self.reason.partition(',')[0] in FINAL_REASONS
 
 
-def ask_queue() -> Tuple[Dict[str, ListedJob], str]:
-    """The user's jobs from one squeue, by their ids, and why they are not known, or ''."""
-    if not has_slurm_program('squeue'):
-        return {}, f'there is no {slurm_program("squeue")} on this machine'
-    reply = ask_slurm(slurm_argv('squeue', '--me', '--all', '--noheader', '--format', QUEUE_FORMAT))
-    if reply.code != 0:
-        return {}, f'squeue failed: {explain_reply(reply)}'
-    return {number: ListedJob(parse_slurm_state(state), *map(parse_slurm_instant, times), partition, reason)
-            for number, state, *times, partition, reason in read_slurm_rows(reply.out, 7)}, ''
+def queue_argv() -> List[str]:
+    """squeue for all own jobs, also those that have ended a short time ago (MinJobAge). Without --all it
+    leaves out what is in hidden partitions, also to whom it belongs (seen with 22.05)."""
+    return slurm_argv('squeue', '--me', '--all', '-h', '-t', 'all', '-o', QUEUE_FORMAT)
+
+
+def read_queue(reply: Reply) -> Dict[int, ListedJob]:
+    """What queue_argv() asks for, by the ids of the jobs."""
+    return {int(row[0]): ListedJob(parse_slurm_state(row[1]) or row[1], *map(parse_slurm_instant, row[2:5]),
+                                   *row[5:]) for row in read_slurm_rows(reply.out, 9) if row[0].isdigit()}
 
 
 # ======== 14a. Partitions: what a cluster has, built in, configured, or asked for ========
@@ -18542,7 +18546,7 @@ def format_batch_script(submission: Submission, words: Sequence[str], caller: Ca
     settings, workflow = submission.settings, submission.workflow
     if settings.get('start_one_worker_per_node') \
             and (workflow.get('execution_config') or {}).get('mode') != 'direct':
-        raise Refused('start_one_worker_per_node needs mode direct in execution_config')
+        raise BadInput('start_one_worker_per_node needs mode direct in execution_config')
     lines = ['#!/bin/bash',
              f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}:",
              '# sbatch ' + printable_line(' '.join(map(shlex.quote, words))), '',
@@ -18561,32 +18565,13 @@ def format_batch_script(submission: Submission, words: Sequence[str], caller: Ca
 
 # -------- sbatch, and what its replies mean --------
 
-class OwnJob(Row):
-    """A job in the queue, or one that has just left it."""
-    id: int
-    state: str
-    name: str
-    comment: str
-
-
-def own_jobs_argv(columns: str = '%i|%T|%j|%k') -> List[str]:
-    """squeue for all own jobs, also those that have ended a short time ago (MinJobAge). Without --all it
-    leaves out what is in hidden partitions, also to whom it belongs (seen with 22.05)."""
-    return slurm_argv('squeue', '--me', '--all', '-h', '-t', 'all', '-o', columns)
-
-
-def parse_own_jobs(text: str) -> List[OwnJob]:
-    """What own_jobs_argv() asks for."""
-    return [OwnJob(int(number), parse_slurm_state(state), name, comment)
-            for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
-
-
-def find_submitted(jobs: Iterable[OwnJob], submission: Submission) -> Optional[OwnJob]:
+def find_submitted(queue: Dict[int, ListedJob], submission: Submission) -> Optional[int]:
     """The job of a record: by its comment, or by its name where a site has put another comment there."""
     tag, name = submission.tag, job_name_of(submission)
-    found = [job for job in jobs if job.comment == tag]
+    found = [number for number, job in queue.items() if job.comment == tag]
     if not submission.scheduler.get('serialize_allocations'):
-        found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
+        found = found or [number for number, job in queue.items()
+                          if job.name == name and not job.comment.startswith('torc:')]
     return found[-1] if found else None
 
 
@@ -18627,10 +18612,10 @@ def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], Lis
     unknown = [row for row in rows if not row['scheduler_id']]
     numbers = [row['scheduler_id'] for row in rows if row['scheduler_id']]
     if unknown:     # whoever submitted them was killed, or is at it, and will find them canceled
-        reply = ask_slurm(own_jobs_argv())
+        reply = ask_slurm(queue_argv())
         if reply.code:
             return [], [f'squeue: {explain_reply(reply)}']
-        own = {job.comment: job.id for job in parse_own_jobs(reply.out)}
+        own = {job.comment: number for number, job in read_queue(reply).items()}
         database_id = client.call('get_database')['id']
         tags = [allocation_tag(database_id, workflow_id, row['id']) for row in unknown]
         numbers += [own[tag] for tag in tags if tag in own]
@@ -22186,10 +22171,10 @@ def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]],
     workflow_id = context.workflow_id
     rows = [row for row in client.call('list_scheduled_compute_nodes', workflow_id=workflow_id,
                                        status='pending')['items'] if row['scheduler_type'] == 'slurm']
-    queue = ask(own_jobs_argv()) if rows else Reply(0, '', '')
+    queue = ask(queue_argv()) if rows else Reply(0, '', '')
     if queue.code:
         return
-    pending = {job.id for job in parse_own_jobs(queue.out) if job.state == 'PENDING'}
+    pending = {number for number, job in read_queue(queue).items() if job.state == 'PENDING'}
     chosen = [row for row in rows if not row['scheduler_id'] or row['scheduler_id'] in pending]
     numbers = [row['scheduler_id'] for row in chosen if row['scheduler_id']]
     reply = ask(slurm_argv('scancel', '--state=PENDING', *numbers)) if numbers else Reply(0, '', '')
@@ -22509,7 +22494,6 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 # Evidence is gathered here, by few calls of Slurm's programs for all allocations at once, and judged by the
 # server (8j). What is doubtful is left alone, and named.
 
-SEEN_FORMAT = '%i|%T|%e'            # of squeue: id, state, end
 END_FORMAT = 'JobID,State,ExitCode,End,UID,User'
 # The allocation was ended, not the jobs in it: they may run again as they are. One that has used up its time
 # or memory (TIMEOUT, DEADLINE, OUT_OF_MEMORY), or whose runner was killed (FAILED), is not among them: what
@@ -22542,28 +22526,27 @@ class SlurmEnd(Row):
 
 
 def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: str = '') -> AllocationsSeen:
-    """Which allocations are alive, gone, or neither for certain. `reply`: that to own_jobs_argv(SEEN_FORMAT),
+    """Which allocations are alive, gone, or neither for certain. `reply`: that to queue_argv(),
     all jobs of the user, so that what it lacks is not in the queue of this `cluster` ('': not known)."""
     seen = AllocationsSeen()
-    listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
+    queue = read_queue(reply)
     for row in rows:
         number, doubt = row['slurm_job_id'], ''
-        name, end = listed.get(str(number), ('', ''))
-        state = SLURM_STATES.get(parse_slurm_state(name))
+        job, name = queue.get(number), queue[number].state if number in queue else ''
+        state = SLURM_STATES.get(name)
         if number <= 0:
             doubt = f"allocation {row['id']} has not been submitted yet, as far as is known"
         elif row.get('cluster') and row['cluster'] != cluster:      # a number here may be another job's
             doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
         elif reply.code:
             doubt = f'Slurm job {number} may be anything: squeue failed: {explain_reply(reply)}'
-        elif str(number) not in listed:
+        elif job is None:
             seen.gone[number] = SlurmEnd(row)
         elif state is None:
             doubt = f'Slurm job {number} is in a state that is not known here: {printable(name)}'
         elif state.is_ended:
-            seen.gone[number] = SlurmEnd(row, parse_slurm_state(name), parse_slurm_instant(end))
+            seen.gone[number] = SlurmEnd(row, name, job.ends_at)
         else:
-            name = parse_slurm_state(name)
             doubt = f'Slurm job {number} {state.meaning} ({name})' if name in PASSING_STATES else ''
             if name != 'COMPLETING':
                 seen.alive['pending' if state.is_pending else 'active'] += 1
@@ -26043,7 +26026,7 @@ def cmd_list_audit_log(session: Session, args: Arguments) -> Listing:
     return Listing(headings_of(AUDIT_COLUMNS), list(map(dated, answer['items'])), 'entries', answer)
 
 
-def cmd_admin_sql(session: Session, args: Arguments) -> Any:
+def cmd_admin_sql(session: Session, args: Arguments) -> Union[None, Answer, Listing]:
     """One SQL statement on the server's database."""
     body = given(args, 'yes')
     if args['write'] and not (args['yes'] or session.options['no_prompts']):
@@ -26467,7 +26450,7 @@ RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason'
                'exec_time_minutes', 'compute_node_id')
 
 
-def cmd_results_list(session: Session, args: Arguments) -> Any:
+def cmd_results_list(session: Session, args: Arguments) -> Union[Answer, Listing]:
     """Results of the newest attempts; --failed drops those with return code 0 before the limit counts."""
     workflow_id = args['workflow_id']
     query = given(args, 'workflow_id', 'failed', 'include_logs', 'output_dir', 'limit', 'offset')
@@ -28227,12 +28210,12 @@ class Submitter:
         item = Submission(row['id'], self.workflow, row['scheduler'], row['settings'], row['needs'],
                           row['database_id'])
         if row['free_s'] is not None:
-            reply = ask_slurm(own_jobs_argv())
-            found = find_submitted(parse_own_jobs(reply.out), item)
+            reply = ask_slurm(queue_argv())
+            found = find_submitted(read_queue(reply), item)
             if reply.code:      # nothing is submitted again without an answer
                 return {'message': explain_reply(reply), 'retry_s': LOOK_PAUSE_S}
             if found is not None:
-                return {'slurm_job_id': found.id}
+                return {'slurm_job_id': found}
         try:
             words, script = self.write_script(item)
         except (TorcError, OSError) as error:
@@ -28319,8 +28302,6 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> Answer:
     workflow = session.workflow(args['workflow_id'])
     settings = submission_settings(session, args)
     scheduler = choose_scheduler(session, workflow, args['scheduler_config_id'])
-    if args['start_one_worker_per_node'] and (workflow.get('execution_config') or {}).get('mode') != 'direct':
-        raise BadInput('--start-one-worker-per-node needs mode direct in execution_config')
     check_scheduler(workflow, scheduler, settings)
     begin_workflow(session, workflow, settings, False)
     due = [action['id'] for action in due_schedules(session, workflow['id'])
@@ -28336,15 +28317,13 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> Answer:
 
 
 def choose_scheduler(session: Session, workflow: Dict[str, Any], word: Optional[str]) -> Dict[str, Any]:
-    """The scheduler of a workflow with this id or name, its only one, or one that is chosen on a terminal."""
+    """The scheduler of a workflow with this id or name, or its only one."""
     rows = session.items('list_slurm_schedulers', workflow_id=workflow['id'])
     if not rows:
         raise Refused(f"workflow {workflow['id']} has no Slurm scheduler: make one with `slurm create`")
     named = ', '.join(f"{row['id']} ({row.get('name')})" for row in rows)
     if word is None and len(rows) > 1:
-        if not session.is_interactive:
-            raise BadInput(f'--scheduler-config-id is required: one of {named}')
-        word = session.ask(f'Scheduler, one of {named}: ')
+        raise BadInput(f'--scheduler-config-id is required: one of {named}')
     found = [row for row in rows if word in (None, str(row['id']))] or \
         [row for row in rows if word == row.get('name')]
     if not found:
@@ -28437,7 +28416,7 @@ def cmd_slurm_stats(session: Session, args: Arguments) -> Listing:
     return Listing(headings_of(ACCOUNT_LIST), items, 'Slurm stats')
 
 
-def cmd_slurm_sacct(session: Session, args: Arguments) -> Any:
+def cmd_slurm_sacct(session: Session, args: Arguments) -> Union[Answer, Listing]:
     """What sacct says of a workflow's allocations and their steps."""
     workflow_id = args['workflow_id']
     job_ids = list_allocations(session, workflow_id)
@@ -28619,15 +28598,16 @@ def cmd_explain(session: Session, args: Arguments) -> Answer:
     found = session.call('explain_waiting', workflow_id=number)
     allocations = found['allocations']
     if allocations:
-        queue, error = ask_queue()
-        states = {number: listed.state for number, listed in queue.items()}
-        ended = [row['allocation_id'] for row in allocations if not error and row['slurm_job_id'] > 0
-                 and states.get(str(row['slurm_job_id'])) in (None, 'COMPLETING')]
+        reply = ask_slurm(queue_argv())
+        queue = {key: job for key, job in read_queue(reply).items()     # without those that have just ended
+                 if job.state not in SLURM_STATES or not SLURM_STATES[job.state].is_ended}
+        ended = [row['allocation_id'] for row in allocations if not reply.code and row['slurm_job_id'] > 0
+                 and (row['slurm_job_id'] not in queue or queue[row['slurm_job_id']].state == 'COMPLETING')]
         if ended:       # what does their absence mean for the jobs?
             found = session.call('explain_waiting', workflow_id=number, ended=ended)
-        slurm = {'error': error or None}
-        for row in found['allocations'] if not error else ():
-            listed = queue.get(str(row['slurm_job_id']))
+        slurm = {'error': f'squeue failed: {explain_reply(reply)}' if reply.code else None}
+        for row in found['allocations'] if not reply.code else ():
+            listed = queue.get(row['slurm_job_id'])
             row['queue'] = listed and dict(listed._asdict(), is_final=listed.is_final)
             row['has_ended'] = row['allocation_id'] in ended and listed is None
     program, style = command_line(session), style_of(session.out, os.environ)
@@ -28675,12 +28655,13 @@ def partition_record(partition: Partition) -> Dict[str, Any]:
     return record
 
 
-def partition_row(partition: Partition) -> Dict[str, Any]:
-    """A partition as a list shows it."""
-    return {'name': partition.name, 'cpus': partition.cpus_per_node, 'memory_mb': partition.memory_mb,
-            'max_walltime_secs': partition.max_walltime_secs, 'gpus_per_node': partition.gpus_per_node,
-            'gpu_type': partition.gpu_type, 'shared': partition.shared,
-            'explicit': partition.requires_explicit_request}
+def list_partitions(partitions: Iterable[Partition], value: Any = None) -> Listing:
+    """Partitions, with what stands in JSON if that is not their rows."""
+    rows = [{'name': row.name, 'cpus': row.cpus_per_node, 'memory_mb': row.memory_mb,
+             'max_walltime_secs': row.max_walltime_secs, 'gpus_per_node': row.gpus_per_node,
+             'gpu_type': row.gpu_type, 'shared': row.shared, 'explicit': row.requires_explicit_request}
+            for row in partitions]
+    return Listing(headings_of(PARTITION_COLUMNS), rows, 'partitions', value or rows)
 
 
 def cmd_hpc_show(session: Session, args: Arguments) -> Any:
@@ -28692,14 +28673,13 @@ def cmd_hpc_show(session: Session, args: Arguments) -> Any:
     if session.format == 'json':
         return Answer(value)
     session.show(format_record(dict(value, detection=None, partitions=None, metadata=None)) + '\n')
-    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_row, profile.partitions)), 'partitions')
+    return list_partitions(profile.partitions)
 
 
 def cmd_hpc_partitions(session: Session, args: Arguments) -> Listing:
     """The partitions of a cluster."""
-    rows = [partition_row(partition) for partition in find_profile(args['name'], session.settings).partitions
-            if (partition.gpus or not args['gpu']) and (partition.shared or not args['shared'])]
-    return Listing(headings_of(PARTITION_COLUMNS), rows, 'partitions', rows)
+    return list_partitions(row for row in find_profile(args['name'], session.settings).partitions
+                           if (row.gpus or not args['gpu']) and (row.shared or not args['shared']))
 
 
 def cmd_hpc_match(session: Session, args: Arguments) -> Any:
@@ -28715,7 +28695,7 @@ def cmd_hpc_match(session: Session, args: Arguments) -> Any:
     if best is None:
         return Answer(value, f'No partition fits: {explain_misfit(partitions, needs)}\n')
     session.inform(f'Best: {best.name}')
-    return Listing(headings_of(PARTITION_COLUMNS), list(map(partition_row, found)), 'partitions', value)
+    return list_partitions(found, value)
 
 
 def cmd_hpc_generate(session: Session, args: Arguments) -> Optional[Answer]:
@@ -29004,8 +28984,7 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
         config = {}     # of the cluster that Slurm's programs speak of here, where it makes a difference
         if any(row['cluster'] for row in rows):
             config = parse_config(ask_slurm(slurm_argv('scontrol', 'show', 'config')).out)
-        queue = ask_slurm(own_jobs_argv(SEEN_FORMAT))
-        seen = look_at_allocations(rows, queue, config.get('ClusterName', ''))
+        seen = look_at_allocations(rows, ask_slurm(queue_argv()), config.get('ClusterName', ''))
     if seen.gone:
         since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
         argv = sacct_argv(seen.gone, since, END_FORMAT, '-X')       # their last runs
@@ -29017,14 +28996,13 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
                 alive=seen.alive)
 
 
-def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str, is_dry_run: bool = False,
-             has_journals: bool = False) -> Dict[str, Any]:
+def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str,
+             is_dry_run: bool = False) -> Dict[str, Any]:
     """Find allocations that are gone, and jobs that nobody runs, and set them right.
 
-    What runners have kept counts first, unless it was just taken in: what has ended would else be ready again.
+    What runners have kept counts first: what has ended would else be ready again.
     """
-    if not has_journals:
-        take_in_first(session, workflow, output_dir, is_dry_run)
+    take_in_first(session, workflow, output_dir, is_dry_run)
     cleaned = clean_up_allocations(session, workflow['id'], is_dry_run)
     if cleaned['compute_nodes_deactivated'] and not is_dry_run:     # what their recovery scripts held up
         take_in_first(session, workflow, output_dir)
@@ -29038,7 +29016,7 @@ def cmd_sync_status(session: Session, args: Arguments) -> Answer:
     if not args['dry_run']:
         take_in_first(session, workflow, args['output_dir'])
         session.report(*go_on_submitting(session, workflow))
-    found = clean_up(session, workflow, args['output_dir'], bool(args['dry_run']), not args['dry_run'])
+    found = clean_up(session, workflow, args['output_dir'], bool(args['dry_run']))
     would, lines = 'would be ' if found['dry_run'] else '', []
     for row in found['allocations']:
         lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
@@ -29373,12 +29351,11 @@ class RecoveryPlan(Row):
 
 # -------- what there is --------
 
-def gather(session: Session, workflow: Dict[str, Any], args: Arguments,
-           has_journals: bool = False) -> Evidence:
+def gather(session: Session, workflow: Dict[str, Any], args: Arguments) -> Evidence:
     """Clean up, and find out why jobs failed. Refused while somebody is at work, or before anybody was."""
     session.client.need_server()       # it ends the jobs of runners that were killed
     number = workflow['id']
-    cleaned = clean_up(session, workflow, args['output_dir'], args['dry_run'], has_journals)
+    cleaned = clean_up(session, workflow, args['output_dir'], args['dry_run'])
     expected = cleaned if args['dry_run'] else {}       # what a dry run has not set right
     decide_undecided(session, workflow, args)
     workflow = session.workflow(number)
@@ -29427,18 +29404,14 @@ def decide_undecided(session: Session, workflow: Dict[str, Any], args: Arguments
 def describe_workers(session: Session, status: Dict[str, Any], expected: Dict[str, Any],
                      is_dry_run: bool) -> str:
     """Why there is no new run yet: who works on the workflow, or will; '' if nobody."""
-    counts, nodes = status['jobs_by_status'], status['active_compute_nodes']
-    left = collections.Counter(pending=status['pending_scheduled_nodes'],
-                               active=status['active_scheduled_nodes'])
-    nodes -= expected.get('compute_nodes_deactivated', 0)
-    for row in expected.get('allocations', ()):
-        left[row['previous_status']] -= 1
-        left[row['status']] += 1
-    jobs = 0 if is_dry_run and not nodes else counts['pending'] + counts['running']
+    counts, left = status['jobs_by_status'], {key: status[key] for key, _, _ in NODE_COUNTS}
+    left['active_compute_nodes'] -= expected.get('compute_nodes_deactivated', 0)
+    for row in expected.get('allocations', ()):     # these are complete, or wait again
+        left[f"{row['previous_status']}_scheduled_nodes"] -= 1
+        left['pending_scheduled_nodes'] += row['status'] == 'pending'
+    jobs = 0 if is_dry_run and not left['active_compute_nodes'] else counts['pending'] + counts['running']
     # Also those that Slurm is silent about: the server would refuse, but when the hook has done its work.
-    found = [f'{counted(number, noun)} {state}' for number, noun, state in (
-        (nodes, 'compute node', 'at work'), (left['active'], 'allocation', 'active'),
-        (left['pending'], 'allocation', 'pending'), (jobs, 'job', 'running')) if number > 0]
+    found = describe_nodes(left) + [f"{counted(jobs, 'job')} running"] * bool(jobs)
     cancel = command_line(session, 'cancel', status['workflow_id'])
     return f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs to finish or " \
         f"use '{cancel}'" if found else ''
@@ -29674,9 +29647,9 @@ def apply_recovery(session: Session, found: Evidence, plan: RecoveryPlan, args: 
 
 def recover_workflow(session: Session, workflow: Dict[str, Any], args: Arguments,
                      settings: Dict[str, Any]) -> Dict[str, Any]:
-    """The JSON of `recover` without questions, with journals taken in before. Refused if it cannot be."""
+    """The JSON of `recover` without questions. Refused if it cannot be."""
     args = dict(args, dry_run=False, retry_canceled=False)
-    found = gather(session, workflow, args, True)
+    found = gather(session, workflow, args)
     plan = plan_recovery(session, found, args, settings)
     return describe_recovery(session, found, apply_recovery(session, found, plan, args), args)
 
@@ -29785,19 +29758,15 @@ def format_plan(found: Evidence, plan: RecoveryPlan, style: Style) -> str:
 
 # -------- the command --------
 
-def refuse_bad_programs(args: Arguments) -> None:
-    """Refuse programs of the user that cannot be called before one is needed, perhaps in a week."""
-    for option in ('--recovery-hook', '--ai-agent'):
-        text = args[option[2:].replace('-', '_')]
-        if text is not None:
-            split_command(text, option)
+def refuse_missing_agent(args: Arguments) -> None:
+    """Refuse, before failures wait for it, that an agent of no name decides."""
     if args['ai_recovery'] and not args['ai_agent']:
         raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
 
 
 def cmd_recover(session: Session, args: Arguments) -> Any:
     """Let failed jobs run again with what they lacked."""
-    refuse_bad_programs(args)
+    refuse_missing_agent(args)
     workflow_id, is_dry_run = args['workflow_id'], bool(args['dry_run'])
     args = dict(args, dry_run=is_dry_run)
     settings = submission_settings(session, {'output_dir': args['output_dir']})
@@ -30132,7 +30101,7 @@ class Supervision:
 def cmd_watch(session: Session, args: Arguments) -> int:
     """Watch a workflow until it is complete, recover it, and see that its jobs have allocations."""
     options = RunnerOptions(output_dir=args['output_dir'])
-    refuse_bad_programs(args)
+    refuse_missing_agent(args)
     if args['profile'] not in (None, LIVE_PROFILE):
         find_profile(args['profile'], session.settings)
     await_server(session, options)
@@ -31240,7 +31209,11 @@ class Command(Row):
     help: str
     arguments: Sequence[Argument]
     own_example: str = ''       # where it is more than the name, and the id 1
-    has_csv: bool = False
+
+    @property
+    def has_csv(self) -> bool:
+        """Whether it is known to answer with a Listing, which has other forms."""
+        return 'Listing' in str(self.run.__annotations__['return'])
 
     @property
     def example(self) -> str:
@@ -31403,9 +31376,13 @@ PLAN_OPTIONS = (
 )
 JOB_PREFIX_OPTION = Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs (default: the '
                              'name of the workflow)')
-NOTIFY = Argument('--notify', 'CMD', 'give this to a shell when the workflow is complete, has failed or is '
-                  f'stuck, for {NOTIFY_LIMIT_S:g} s at most (see: help recovery)',
-                  lambda text: split_command(text, '--notify') and text)
+def program_argument(name: str, meaning: str) -> Argument:
+    """An option with a command of the user. It is refused before it is needed, perhaps in a week."""
+    return Argument(name, 'CMD', meaning, lambda text: split_command(text, name) and text)
+
+
+NOTIFY = program_argument('--notify', 'give this to a shell when the workflow is complete, has failed or is '
+                          f'stuck, for {NOTIFY_LIMIT_S:g} s at most (see: help recovery)')
 # Of recover, and of watch, which calls it.
 RECOVER_OPTIONS = (
     OUTPUT_DIR,
@@ -31416,10 +31393,10 @@ RECOVER_OPTIONS = (
              '(default: CPUs stay as they are)', parse_factor),
     Argument('--shared', '', 'change requirements for all jobs that share them', key='is_shared'),
     Argument('--retry-unknown', '', 'run again what failed for a reason of its own, too'),
-    Argument('--recovery-hook', 'CMD', 'run this first, with the id of the workflow as its last word; if it '
-             'fails nothing is changed; implies --retry-unknown'),
+    program_argument('--recovery-hook', 'run this first, with the id of the workflow as its last word; if it '
+                     'fails nothing is changed; implies --retry-unknown'),
     Argument('--ai-recovery', '', 'let --ai-agent decide about pending_failed jobs'),
-    Argument('--ai-agent', 'CMD', 'a program that takes a prompt as its last word (there is no default)'),
+    program_argument('--ai-agent', 'a program that takes a prompt as its last word (there is no default)'),
     Argument('--partition', 'NAME', 'of new allocations'),
     Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_allocation_time),
     Argument('--account', 'NAME', 'account to charge for new allocations'),
@@ -32502,9 +32479,9 @@ COMMANDS = (
         f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
     Command('slurm sacct', cmd_slurm_sacct, 'show what sacct says of allocations and their steps', (
         ASKED_WF, OUTPUT_DIR._replace(meaning='where --save-json puts its files'),
-        Argument('--save-json', '', 'write sacct_ID.json for each allocation, too')), has_csv=True),
+        Argument('--save-json', '', 'write sacct_ID.json for each allocation, too'))),
     Command('slurm stats', cmd_slurm_stats, 'list what was accounted of each attempt', (
-        NEEDED_WF, JOB._replace(names='--job-id'), RUN_ID, ATTEMPT_ID), has_csv=True),
+        NEEDED_WF, JOB._replace(names='--job-id'), RUN_ID, ATTEMPT_ID)),
     Command('slurm usage', cmd_slurm_usage, 'sum up the node and CPU time of allocations', (ASKED_WF,)),
     Command('slurm parse-logs', cmd_slurm_parse_logs, 'find errors in logs of allocations and jobs', (
         Argument('PATH', '', 'output directory of the runners'), LOGS_OF,
@@ -32596,7 +32573,7 @@ COMMANDS = (
     Command('config get', cmd_config_get, 'show a value', (KEY,), 'config get client.run.poll_interval'),
     Command('config show', cmd_config_show, 'show what counts, and where it was set', (
         Argument('-f --format', 'FORMAT', 'toml or json', one_of('toml', 'json')),), 'config show'),
-    Command('config paths', cmd_config_paths, 'show where files are looked for', (), has_csv=True),
+    Command('config paths', cmd_config_paths, 'show where files are looked for', ()),
     Command('config validate', cmd_config_validate, 'check all files and variables', ()),
     Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
@@ -32608,7 +32585,7 @@ COMMANDS = (
         Argument('--include-archived', '', 'include archived ones'),
         Argument('-a --all-users', '', "include those of other users"),
         Argument('-g --access-group', 'GROUP', 'those that this access group may use, of all users',
-                 count='*')), 'workflows list', True),
+                 count='*')), 'workflows list'),
     Command('workflows get', shows('get_workflow'), 'show a workflow', (ASKED_WF,)),
     Command('workflows update', cmd_update, 'change a workflow', (
         ASKED_WF, NAME, Argument('-d --description', 'TEXT', 'new description'),
@@ -32629,7 +32606,7 @@ COMMANDS = (
         shows('is_workflow_complete', 'complete: {is_complete}, canceled: {is_canceled}'),
         'show whether a workflow has ended', (ASKED_WF,)),
     Command('workflows list-actions', lists('get_workflow_actions', ACTION_COLUMNS, 'actions', 'actions'),
-        'list actions and the progress of their triggers', (ASKED_WF,), has_csv=True),
+        'list actions and the progress of their triggers', (ASKED_WF,)),
     Command('workflows update-action', cmd_update_action, "change an action's configuration", (
         NEEDED_WF, ACTION_ID, Argument('--scheduler-id', 'N', 'id of the scheduler', parse_id),
         Argument('--scheduler-type', 'TYPE', 'slurm'),
@@ -32713,10 +32690,10 @@ COMMANDS = (
         Argument('--upstream-job-id', 'JOB', 'only jobs that depend on this one', parse_id), *PAGE_OPTIONS,
         Argument('--include-relationships', '', 'JSON: include the ids of files and prerequisites'),
         Argument('-x --exclude', 'COLUMN', 'leave out this column', count='*')),
-        'jobs list 1 --status failed', True),
+        'jobs list 1 --status failed'),
     Command('jobs get', cmd_jobs_get, 'show a job, and why it failed or does not run', (ID,)),
     Command('jobs running', lists('get_running_jobs', RUNNING_COLUMNS, 'running jobs'),
-        'list the jobs that are running', (ASKED_WF,), has_csv=True),
+        'list the jobs that are running', (ASKED_WF,)),
     Command('jobs update', cmd_jobs_update, 'change a job', (
         ID, NAME, Argument('-c --command', 'CMD', 'what it runs'),
         Argument('--runtime', 'DURATION', 'of its requirements, which others may share', normalize_duration),
@@ -32735,17 +32712,17 @@ COMMANDS = (
         'jobs reset-status --return-code 1 --workflow-id 1 --reinit --no-prompts'),
     Command('jobs list-resource-requirements', lists_of_jobs(
         'list_resource_requirements', 'resource_requirements_id', 'rr', JOB_REQUIREMENT_COLUMNS, 'jobs'),
-        'list the resource requirements of jobs', (JOBS_WF, JOB), has_csv=True),
+        'list the resource requirements of jobs', (JOBS_WF, JOB)),
     Command('jobs list-failure-handlers', lists_of_jobs(
         'list_failure_handlers', 'failure_handler_id', 'failure_handler', JOB_HANDLER_COLUMNS,
-        'jobs with a failure handler'), 'list failure handlers of jobs', (JOBS_WF, JOB), has_csv=True),
+        'jobs with a failure handler'), 'list failure handlers of jobs', (JOBS_WF, JOB)),
 
     Command('files create', cmd_create, 'add a file to a workflow', (
         ASKED_WF, THE_NAME, Argument('-p --path', 'PATH', 'where it is', count='!')),
         'files create 1 -n data -p data.csv'),
     Command('files list', cmd_list, 'list files', (
         ASKED_WF, Argument('--produced-by-job-id', 'JOB', 'only files that this job writes', parse_id),
-        *PAGE_OPTIONS), has_csv=True),
+        *PAGE_OPTIONS)),
     Command('files get', cmd_get, 'show a file', (ID,)),
     Command('files update', cmd_update, 'change a file',
         (ID, NAME, Argument('-p --path', 'PATH', 'where it is')), 'files update 1 -p data.csv'),
@@ -32764,7 +32741,7 @@ COMMANDS = (
         Argument('--name', 'NAME', 'only those with this text in their name'),
         Argument('--is-ephemeral', 'BOOL', 'true or false', parse_truth),
         Argument('--consumer-job-id', 'JOB', 'only what this job reads', parse_id),
-        Argument('--producer-job-id', 'JOB', 'only what this job writes', parse_id)), has_csv=True),
+        Argument('--producer-job-id', 'JOB', 'only what this job writes', parse_id))),
     Command('user-data get', cmd_get, 'show user data', (ID,)),
     Command('user-data update', cmd_update, 'change user data', (
         ID, NAME, DATA, Argument('--ephemeral', 'BOOL', 'true or false', parse_truth, key='is_ephemeral')),
@@ -32781,7 +32758,7 @@ COMMANDS = (
         ASKED_WF, ENTITY_ID._replace(count='!'), ENTITY_TYPE._replace(count='!'), METADATA._replace(count='!'),
         Argument('--file-id', 'FILE', 'the file that it is', parse_id)),
         """ro-crate create 1 --entity-id ./ --type Dataset --metadata '{"license": "CC0-1.0"}'"""),
-    Command('ro-crate list', cmd_list, 'list RO-Crate entities', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
+    Command('ro-crate list', cmd_list, 'list RO-Crate entities', (ASKED_WF, LIMIT, OFFSET)),
     Command('ro-crate get', cmd_get, 'show an RO-Crate entity', (ID,)),
     Command('ro-crate update', cmd_update, 'change an RO-Crate entity', (
         ID, ENTITY_ID, ENTITY_TYPE, METADATA,
@@ -32805,15 +32782,13 @@ COMMANDS = (
     Command('resource-requirements create', cmd_create, 'add resource requirements to a workflow',
         (ASKED_WF, THE_NAME, *REQUIREMENT_OPTIONS),
         'resource-requirements create 1 -n big --num-cpus 4 -m 8g -r PT1H'),
-    Command('resource-requirements list', cmd_list, 'list resource requirements', (ASKED_WF, *PAGE_OPTIONS),
-        has_csv=True),
+    Command('resource-requirements list', cmd_list, 'list resource requirements', (ASKED_WF, *PAGE_OPTIONS)),
     Command('resource-requirements get', cmd_get, 'show resource requirements', (ID,)),
     Command('resource-requirements update', cmd_update, 'change resource requirements',
         (ID, NAME, *REQUIREMENT_OPTIONS), 'resource-requirements update 1 --memory 16g'),
     Command('resource-requirements delete', cmd_delete, 'delete resource requirements', (ID,)),
 
-    Command('failure-handlers list', cmd_list, 'list failure handlers', (ASKED_WF, LIMIT, OFFSET),
-        has_csv=True),
+    Command('failure-handlers list', cmd_list, 'list failure handlers', (ASKED_WF, LIMIT, OFFSET)),
     Command('failure-handlers get', cmd_get, 'show a failure handler', (ID,)),
 
     Command('results list', cmd_results_list, 'list results of the current run', (
@@ -32825,7 +32800,7 @@ COMMANDS = (
         Argument('--all-runs', '', 'include earlier runs and attempts'), *PAGE_OPTIONS,
         Argument('--include-logs', '', 'JSON: include the paths of output files'),
         OUTPUT_DIR._replace(meaning='output directory of the runner, for --include-logs')),
-        'results list 1 --failed', True),
+        'results list 1 --failed'),
     Command('results get', cmd_get, 'show a result', (ID,)),
     Command('results delete', cmd_delete, 'delete a result', (ID,)),
 
@@ -32833,8 +32808,7 @@ COMMANDS = (
         ASKED_WF, Argument('-d --data', 'JSON', 'what happened', parse_json, '!')),
         """events create 1 -d '{"category": "note"}'"""),
     Command('events list', cmd_list, 'list events', (
-        ASKED_WF, Argument('-t --type --category', 'TYPE', 'only of this category'), *SHORT_SORT_OPTIONS),
-        has_csv=True),
+        ASKED_WF, Argument('-t --type --category', 'TYPE', 'only of this category'), *SHORT_SORT_OPTIONS)),
     Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,)),
     Command('events monitor', cmd_monitor_events, 'print events as they happen', (
         ASKED_WF,
@@ -32849,18 +32823,17 @@ COMMANDS = (
     Command('compute-nodes list', cmd_list, 'list compute nodes', (
         ASKED_WF, *SHORT_SORT_OPTIONS,
         Argument('--scheduled-compute-node', 'ID', 'only of this allocation', parse_id,
-                 key='scheduled_compute_node_id')), has_csv=True),
+                 key='scheduled_compute_node_id'))),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,)),
 
     Command('scheduled-compute-nodes list', cmd_list, 'list allocations', (
         ASKED_WF, *SHORT_SORT_OPTIONS,
         Argument('--scheduler-id', 'N', 'only of this Slurm job', parse_id),
         Argument('--scheduler-config-id', 'ID', 'only of this scheduler', parse_id),
-        Argument('--status', 'STATUS', ', '.join(ALLOCATION_STATUSES), one_of(*ALLOCATION_STATUSES))),
-        has_csv=True),
+        Argument('--status', 'STATUS', ', '.join(ALLOCATION_STATUSES), one_of(*ALLOCATION_STATUSES)))),
     Command('scheduled-compute-nodes get', cmd_get, 'show an allocation', (ID,)),
     Command('scheduled-compute-nodes list-jobs', cmd_allocation_jobs, 'list the jobs of an allocation',
-        (ID,), has_csv=True),
+        (ID,)),
 
     Command('slurm create', cmd_slurm_create, 'add a Slurm scheduler to a workflow', (
         ASKED_WF, THE_NAME, ACCOUNT._replace(count='!'), *SCHEDULER_ARGUMENTS,
@@ -32877,7 +32850,7 @@ COMMANDS = (
         Argument('--serialize-allocations', 'BOOL', 'one allocation at a time', parse_truth)),
         'slurm update 1 --walltime 02:00:00'),
     Command('slurm list', lists('list_slurm_schedulers', SCHEDULER_COLUMNS, 'Slurm schedulers'),
-        'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
+        'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET)),
     Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,)),
     Command('slurm delete', cmd_delete, 'delete a Slurm scheduler', (ID,)),
     Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
@@ -32896,13 +32869,13 @@ COMMANDS = (
         Argument('--poll-fallback-interval', 'SECONDS', 'accepted, without effect'))),
 
     Command('job-dependencies job-job', lists('list_job_dependencies', JOB_JOB_COLUMNS, 'job dependencies'),
-        'list the jobs that each job depends on', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
+        'list the jobs that each job depends on', (ASKED_WF, LIMIT, OFFSET)),
     Command('job-dependencies job-file',
         lists('list_job_file_relationships', JOB_FILE_COLUMNS, 'job file relationships'),
-        'list the jobs that write and read each file', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
+        'list the jobs that write and read each file', (ASKED_WF, LIMIT, OFFSET)),
     Command('job-dependencies job-user-data',
         lists('list_job_user_data_relationships', JOB_DATA_COLUMNS, 'job user data relationships'),
-        'list the jobs that write and read each piece of user data', (ASKED_WF, LIMIT, OFFSET), has_csv=True),
+        'list the jobs that write and read each piece of user data', (ASKED_WF, LIMIT, OFFSET)),
 
     Command('slurm generate', cmd_slurm_generate,
         'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
@@ -32928,8 +32901,7 @@ COMMANDS = (
         *PLANNED_SPEC, Argument('-p --partition', 'NAME', 'only of this partition'),
         Argument('--offline', '', 'do not ask Slurm how full it is'),
         Argument('--skip-test-only', '', 'accepted, without effect: sbatch is not asked'), *PLAN_OPTIONS),
-        'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml',
-        has_csv=True),
+        'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml'),
 
     Command('remote run', cmd_remote_run, 'start a worker on each host, by ssh', (
         Argument('[FILE] WF', '', 'hosts, one a line: [user@]host[:port] (default: those stored); workflow',
@@ -32962,14 +32934,14 @@ COMMANDS = (
                                             'Removed worker {worker} from workflow {workflow_id}'),
         'forget a host; its worker goes on',
         (Argument('HOST', '', 'as it was added', key='worker'), ASKED_WF), 'remote remove-worker node7 1'),
-    Command('hpc list', cmd_hpc_list, 'list the clusters whose partitions are known', (), has_csv=True),
+    Command('hpc list', cmd_hpc_list, 'list the clusters whose partitions are known', ()),
     Command('hpc detect', cmd_hpc_detect, 'show which cluster this is', ()),
     Command('hpc show', cmd_hpc_show, 'show a cluster and its partitions',
         (CLUSTER._replace(count='1'),), 'hpc show kestrel'),
     Command('hpc partitions', cmd_hpc_partitions, 'list the partitions of a cluster', (
         CLUSTER, Argument('--gpu', '', 'only with GPUs'),
         Argument('--shared', '', 'only where several jobs share a node')),
-        'hpc partitions kestrel --gpu', True),
+        'hpc partitions kestrel --gpu'),
     Command('hpc match', cmd_hpc_match, 'list the partitions that can run a job, and the best of them', (
         CLUSTER, Argument('--cpus', 'N', 'CPUs of a node', at_least(1)),
         Argument('--memory', 'MEMORY', 'memory of a node, such as 8g', parse_memory),
@@ -32990,13 +32962,13 @@ COMMANDS = (
         Argument('--allow-full-table', '', 'allow UPDATE and DELETE without WHERE'),
         Argument('-y --yes', '', 'do not ask before a change'),
         Argument('--limit', 'N', 'maximum number of rows', at_least(1))),
-        "admin sql 'SELECT status_name(status), count(*) FROM job GROUP BY status'", True),
+        "admin sql 'SELECT status_name(status), count(*) FROM job GROUP BY status'"),
     Command('admin list-audit-log', cmd_list_audit_log, 'list the changes that were made with SQL',
-        (LIMIT._replace(names='--limit'), OFFSET), 'admin list-audit-log', True),
+        (LIMIT._replace(names='--limit'), OFFSET), 'admin list-audit-log'),
     Command('admin api-stats', cmd_api_stats, "show counts of the server's requests", (
         Argument('--window', 'SECONDS', 'period up to now, at most 3600', parse_period, default=3600),
         Argument('--interval', 'SECONDS', 'length of each step', parse_period, default=60)),
-        'admin api-stats --window 120', True),
+        'admin api-stats --window 120'),
     Command('admin tail-api', cmd_tail_api, 'show requests as they are answered, one JSON object a line',
         (Argument('--include-bodies', '', 'include the bodies of requests and answers'),), 'admin tail-api'),
     Command('admin reload-auth', shows('reload_auth', '{message}: {user_count} users'),
@@ -33007,7 +32979,7 @@ COMMANDS = (
         (Argument('NAME', '', 'its name'), Argument('-d --description', 'TEXT', 'one sentence about it')),
         'access-groups create chemists'),
     Command('access-groups list', lists('list_access_groups', GROUP_COLUMNS, 'access groups'),
-        'list access groups', SHORT_PAGE_OPTIONS, 'access-groups list', True),
+        'list access groups', SHORT_PAGE_OPTIONS, 'access-groups list'),
     Command('access-groups get', shows('get_access_group'), 'show an access group', (GROUP_ID,)),
     Command('access-groups delete', changes('delete_access_group', 'Deleted access group {group_id}'),
         'delete an access group', (GROUP_ID,), 'access-groups delete 2'),
@@ -33020,10 +32992,9 @@ COMMANDS = (
         changes('remove_user_from_group', '{user_name} is no longer in access group {group_id}'),
         'remove a user from a group', (GROUP_ID, GROUP_USER), 'access-groups remove-user 2 you'),
     Command('access-groups list-members', lists('list_group_members', MEMBER_COLUMNS, 'members'),
-        'list the members of a group', (GROUP_ID, *SHORT_PAGE_OPTIONS), 'access-groups list-members 2', True),
+        'list the members of a group', (GROUP_ID, *SHORT_PAGE_OPTIONS), 'access-groups list-members 2'),
     Command('access-groups list-user-groups', lists('list_user_groups', GROUP_COLUMNS, 'access groups'),
-        'list the groups of a user', (GROUP_USER, *SHORT_PAGE_OPTIONS), 'access-groups list-user-groups you',
-        True),
+        'list the groups of a user', (GROUP_USER, *SHORT_PAGE_OPTIONS), 'access-groups list-user-groups you'),
     Command('access-groups add-workflow',
         changes('add_workflow_to_group', 'Access group {group_id} has access to workflow {workflow_id}'),
         'give a group access to a workflow', (NEEDED_WF, GROUP_ID), 'access-groups add-workflow 1 3'),
@@ -33034,7 +33005,7 @@ COMMANDS = (
         'access-groups remove-workflow 1 2'),
     Command('access-groups list-workflow-groups',
         lists('list_workflow_groups', GROUP_COLUMNS, 'access groups'),
-        'list the groups that have access to a workflow', (NEEDED_WF, *SHORT_PAGE_OPTIONS), has_csv=True),
+        'list the groups that have access to a workflow', (NEEDED_WF, *SHORT_PAGE_OPTIONS)),
 )
 
 
