@@ -21035,16 +21035,18 @@ class Series(Part):
         if len(self.rows) < MAX_SERIES_ROWS:    # a file system that hangs costs what comes then
             self.rows.append((name, values))
 
-    def add_job(self, job_id: int, name: str, values: Sequence[Any]) -> None:
+    def add_job(self, attempt: Attempt, *values: Any) -> None:
         """A sample of a job: time, CPU percent, bytes, processes."""
-        if job_id not in self.peaks:
-            self.add_peak(job_id, name, 0)
-        self.add('jobs', job_id, *values)
+        if attempt.id not in self.peaks:
+            self.peaks[attempt.id] = 0
+            self.end_job(attempt, {})
+        self.add('jobs', attempt.id, *values)
 
-    def add_peak(self, job_id: int, name: str, peak_bytes: int) -> None:
-        """What the result of a job says: the peak may lie between two samples."""
-        self.peaks[job_id] = max(peak_bytes, self.peaks.get(job_id, 0))
-        self.add('names', job_id, name, self.peaks[job_id] or None)
+    def end_job(self, attempt: Attempt, usage: Dict[str, Any]) -> None:
+        """The name of a job with samples, and the peak of its result, which may lie between two of them."""
+        if attempt.id in self.peaks:
+            peak = self.peaks[attempt.id] = max(usage.get('peak_memory_bytes', 0), self.peaks[attempt.id])
+            self.add('names', attempt.id, attempt.name, peak or None)
 
     def due(self) -> float:
         """The end of an errand ends the wait by itself."""
@@ -21109,13 +21111,8 @@ class Monitor(Part):
         known = end.wall_s, end.cpu_s, 0 if is_checked else end.peak_memory_bytes
         usage = Usage(most_percent=ALL_CPUS_PERCENT).fields(*known) if tree is None else \
             tree.usage.fields(*known, tree.began + end.wall_s)
-        self.note_peak(attempt, usage)
+        self.series.end_job(attempt, usage)
         return usage
-
-    def note_peak(self, attempt: Attempt, usage: Dict[str, Any]) -> None:
-        """A job that is in the time series has ended."""
-        if attempt.id in self.series.peaks:
-            self.series.add_peak(attempt.id, attempt.name, usage.get('peak_memory_bytes', 0))
 
     def due(self) -> float:
         """The next sample, or write. The end of an errand ends the wait by itself."""
@@ -21139,8 +21136,7 @@ class Monitor(Part):
         for attempt in sampled if self.settings.has_job_series else ():
             tree = self.sampler.trees[attempt]
             if tree.num_processes and tree.cpu_percent is not None:
-                self.series.add_job(attempt.id, attempt.name, (
-                    at, tree.cpu_percent, tree.memory_bytes, tree.num_processes))
+                self.series.add_job(attempt, at, tree.cpu_percent, tree.memory_bytes, tree.num_processes)
         for attempt, tree in self.sampler.trees.items():
             if tree.needs_check(now) and attempt not in self.checks:
                 self.checks[attempt] = self.launcher.begin(functools.partial(
@@ -21566,12 +21562,7 @@ class Accounting(Part):
         self.sample_at = 0.0 if monitor.settings.jobs else math.inf     # the next sstat
         self.replied_at = -math.inf     # the last answer of sacct
         self.ended = {}                 # type: Dict[Attempt, Step]  # of which sacct is still to be asked
-        self.failures = 0.0             # of sacct, in a row; infinite: there is no accounting here
-
-    @property
-    def is_away(self) -> bool:
-        """Whether no answer is to be expected soon."""
-        return self.failures >= SACCT_TRIES
+        self.is_off = False             # there is no accounting here
 
     def add(self, attempt: Attempt) -> None:
         """The step of an attempt was started: see SlurmStarter.running."""
@@ -21581,11 +21572,10 @@ class Accounting(Part):
         step = attempt.step
         if step.notes.number:
             self.ended[attempt], step.ended_at = step, time.monotonic()
-            step.state = '' if self.is_away else None       # then no judgement waits
-            if self.failures == math.inf:
+            if self.is_off:
                 self.finish(attempt)
         usage = step.usage.fields(end.wall_s, end.cpu_s, end.peak_memory_bytes)
-        self.monitor.note_peak(attempt, usage)
+        self.monitor.series.end_job(attempt, usage)
         return usage
 
     @staticmethod
@@ -21613,8 +21603,7 @@ class Accounting(Part):
         if not self.ended or not self.context.leaving:
             return math.inf
         window_s = LAST_REPORT_S if self.context.leaving in SIGNAL_REASONS else SACCT_TRIES * SACCT_PAUSE_S
-        last_end = list(self.ended.values())[-1].ended_at
-        return 0.0 if self.is_away else min(last_end + window_s, self.context.last_at - LAST_SACCT_S)
+        return min(list(self.ended.values())[-1].ended_at + window_s, self.context.last_at - LAST_SACCT_S)
 
     def act(self, now: float) -> None:
         """Ask what is to be asked; give up what is asked in vain."""
@@ -21652,21 +21641,16 @@ class Accounting(Part):
             attempt = asked[number]
             percent = attempt.step.usage.add(now, cpu_s, memory_bytes)
             if percent is not None and settings.has_job_series:
-                self.monitor.series.add_job(attempt.id, attempt.name, (at, percent, memory_bytes or 0, 1))
+                self.monitor.series.add_job(attempt, at, percent, memory_bytes or 0, 1)
 
     def on_records(self, asked: Sequence[Attempt], reply: Reply) -> None:
         """Take in what is on record of steps that have ended. A runner that leaves waits for no figures."""
-        self.replied_at = time.monotonic()
-        self.failures = self.failures + 1 if reply.code else 0.0
-        if reply.code == REPLY_TIMED_OUT:       # judgements wait for no second call that hangs
-            self.failures = SACCT_TRIES
-        if is_accounting_off(reply):
-            self.failures = math.inf
-            self.context.say_once('Slurm keeps no accounts of steps here, so that results have only what was '
-                                  f'sampled: {explain_reply(reply)}')
-        elif reply.code:
-            self.context.say_once('the accounting of Slurm does not answer, so that figures of results may '
-                                  f'be missing: {explain_reply(reply)}')
+        self.replied_at, self.is_off = time.monotonic(), is_accounting_off(reply)
+        if reply.code:
+            what = 'Slurm keeps no accounts of steps here, so that results have only what was sampled' \
+                if self.is_off else \
+                'the accounting of Slurm does not answer, so that figures of results may be missing'
+            self.context.say_once(f'{what}: {explain_reply(reply)}')
         names = {attempt.step.name for attempt in asked}
         records = {} if reply.code else read_step_records(reply.out, names)
         for attempt in filter(self.ended.__contains__, asked):
@@ -21674,11 +21658,11 @@ class Accounting(Part):
             step.record = record = records.get(step.name, step.record)
             if record.has_ended:
                 step.state = record.state
-            if self.failures == math.inf or step.tries >= SACCT_TRIES \
+            elif reply.code == REPLY_TIMED_OUT:     # judgements wait for no second call that hangs
+                step.state = ''
+            if self.is_off or step.tries >= SACCT_TRIES \
                     or record.has_ended and (record.has_figures or self.context.leaving):
                 self.finish(attempt)
-        for step in self.ended.values() if self.is_away else ():
-            step.state = step.state or ''
 
     def finish(self, attempt: Attempt) -> None:
         """Nothing more is asked of a step: its row goes to the server, also if nothing is known."""
@@ -21866,23 +21850,21 @@ class AllocationWatch(Part):
 
     def __init__(self, context: NodeContext) -> None:
         super().__init__(context)
-        self.look_at = math.inf             # monotonic
+        self.allocation = context.allocation
         self.errand = None                  # type: Optional[Errand]  # was it canceled?
         self.plan()
 
     def plan(self) -> None:
         """Set the next look. Runners that have begun together do not go on asking together."""
-        allocation, now = self.context.allocation, time.monotonic()
-        if allocation is not None:
-            left_s = 0.0 if allocation.end_time is None else allocation.end_time - time.time()
-            self.look_at = now + max(RETRY_END_S + allocation.node_index % 60, min(left_s / 10, CHECK_END_S))
+        left_s = 0.0 if self.allocation.end_time is None else self.allocation.end_time - time.time()
+        self.look_at = time.monotonic() + max(RETRY_END_S + self.allocation.node_index % 60,
+                                              min(left_s / 10, CHECK_END_S))
 
     def look_at_end(self) -> None:
         """SIGTERM has come, perhaps of scancel(1)."""
-        allocation = self.context.allocation
-        if allocation is not None and self.errand is None:
-            allocation.is_in_doubt, self.look_at = True, math.inf
-            self.errand = self.launcher.begin(functools.partial(find_cancellation, allocation.job_id))
+        if self.errand is None:
+            self.allocation.is_in_doubt, self.look_at = True, math.inf
+            self.errand = self.launcher.begin(functools.partial(find_cancellation, self.allocation.job_id))
 
     def due(self) -> float:
         """The next look."""
@@ -21890,17 +21872,16 @@ class AllocationWatch(Part):
 
     def act(self, now: float) -> None:
         """Ask, if it is time."""
-        allocation = self.context.allocation
         if self.errand is not None and self.errand.look():
-            allocation.is_in_doubt, allocation.canceled = False, self.errand.result or ''
+            self.allocation.is_in_doubt, self.allocation.canceled = False, self.errand.result or ''
         if now >= self.look_at:
             self.look_at = math.inf
-            argv = slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id)
+            argv = slurm_argv('scontrol', 'show', 'job', '-o', self.allocation.job_id)
             self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
 
     def on_reply(self, reply: Reply) -> None:
         """Take a new end in; what cannot be read changes nothing."""
-        allocation = self.context.allocation
+        allocation = self.allocation
         facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
         name = parse_slurm_state(facts.get('JobState', ''))
         is_again = read_count(facts.get('Restarts', '')) > allocation.restart_count
@@ -21980,7 +21961,7 @@ class Wakeup:
 class Shutdown(Part):
     """How this runner leaves: the timeline of the page "Execution Modes", signals, and the reason."""
 
-    def __init__(self, context: NodeContext, watch: AllocationWatch, dispatcher: Dispatcher) -> None:
+    def __init__(self, context: NodeContext, watch: Optional[AllocationWatch], dispatcher: Dispatcher) -> None:
         super().__init__(context)
         self.watch = watch
         self.dispatcher = dispatcher
@@ -22059,7 +22040,7 @@ class Shutdown(Part):
         keeper was killed."""
         now, name, config = time.monotonic(), signal.Signals(number).name, self.context.config
         is_first = self.interrupted_by is None
-        if number == signal.SIGTERM:
+        if number == signal.SIGTERM and self.watch is not None:
             self.watch.look_at_end()
         is_last = number == signal.SIGKILL or number == signal.SIGINT and now > self.interrupted_at + PAIR_S
         if is_first:
@@ -22257,14 +22238,15 @@ class Runner:
         self.actions = Actions(context)
         self.completions = Completions(context, self.policy, starter, measure)
         self.dispatcher = Dispatcher(context, self.completions, self.actions)
-        watch = AllocationWatch(context)
+        watch = None if context.allocation is None else AllocationWatch(context)
         self.shutdown = Shutdown(context, watch, self.dispatcher)
         self.drain = OfflineDrain(context)
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.has_survey = False     # the server has said which jobs will never run here
         # In the order of a turn; then comes the exchange with the server.
-        self.parts = [launcher, starter, *filter(None, [self.accounting]), self.monitor, watch, link,
-                      self.shutdown, self.completions, self.actions, self.dispatcher, self.drain]
+        parts = [launcher, starter, self.accounting, self.monitor, watch, link, self.shutdown, self.completions,
+                 self.actions, self.dispatcher, self.drain]     # type: List[Any]
+        self.parts = [part for part in parts if part is not None]
 
     def turn(self) -> None:
         """Let every part act once, and speak to the server."""
@@ -22836,11 +22818,8 @@ def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]],
     """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
     `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing is
     downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that."""
-    groups: Dict[int, List[JobUse]] = {}
-    for use in uses:
-        groups.setdefault(use.needs['id'], []).append(use)
     plan = []
-    for needs_id, group in sorted(groups.items()):
+    for needs_id, group in sorted(grouped((use.needs['id'], use) for use in uses).items()):
         direction, corrections = 'upscale', increase(group, multipliers)
         is_well = len(group) == sharers[needs_id] and not any(use.result['return_code'] for use in group)
         if downsizes and is_well and not corrections:
@@ -23131,10 +23110,8 @@ class Supply:
         self.num_counted = 0
         # Where jobs that are not planned for share a scheduler with the others, they need its allocations.
         others = {demand.bound_to[job] for job in demand.others}
-        self.rows = collections.defaultdict(list)   # type: Dict[int, List[Dict[str, Any]]]
-        for row in allocations:
-            if row['scheduler_config_id'] not in others:
-                self.rows[row['scheduler_config_id']].append(row)
+        self.rows = grouped((row['scheduler_config_id'], row) for row in allocations
+                            if row['scheduler_config_id'] not in others)
 
     def take(self, stage: Stage, runtime_s: int) -> int:
         """How many of the allocations of a stage others replace; they do so once."""
@@ -23270,6 +23247,9 @@ class Watcher:
         self.event = counted.get('event', '')   # of the last poll: --notify has told of it
         # Of this process. Times are monotonic.
         self.seen = {}                  # type: Dict[str, Any]  # what the server has found (observe_workflow)
+        self.unserved = {}              # type: Dict[str, int]  # ... labels that no runner has -> ready jobs
+        self.num_ready = 0              # ... ready jobs without these
+        self.num_allocations = 0        # ... that wait or are at work
         self.looked_at = -math.inf      # when Slurm was last asked
         self.doubts = ()                # type: Sequence[str]  # what it left open then
         self.still_polls = 0            # in a row that saw nobody at work
@@ -23291,17 +23271,6 @@ class Watcher:
         return self.seen['has_interruptions'] or self.seen['ended_allocations'] > self.ended_allocations
 
     @property
-    def num_allocations(self) -> int:
-        """Those that wait or are at work."""
-        return self.seen['status']['pending_scheduled_nodes'] + self.seen['status']['active_scheduled_nodes']
-
-    @property
-    def num_ready(self) -> int:
-        """Ready jobs for which any runner will do, less those with a label that no runner has."""
-        status = self.seen['status']
-        return status['jobs_by_status']['ready'] - sum((status.get('unserved_ready_labels') or {}).values())
-
-    @property
     def is_recovering(self) -> bool:
         """Whether a recovery of this very run was begun: one that was killed is finished."""
         return self.seen['run_id'] in self.recovered_runs
@@ -23315,7 +23284,10 @@ class Watcher:
         """Take in what the server has found since `last_result`. A submission is idle until an attempt has
         ended, or one was interrupted a while after it: allocations that end at once would else be replaced
         for ever, and each of them is paid for."""
-        self.seen, self.clock = found, clock
+        self.seen, self.clock, status = found, clock, found['status']
+        self.num_allocations = status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+        self.unserved = status.get('unserved_ready_labels') or {}
+        self.num_ready = status['jobs_by_status']['ready'] - sum(self.unserved.values())
         if self.last_result is None:
             self.mark()
         if self.recovered_runs and found['run_id'] > self.recovered_runs[-1] + 1:
@@ -23406,9 +23378,8 @@ class Watcher:
             is_end = bool(is_given_up or args['once'])
             return WatchStep('end' if is_end else 'wait', f'no allocations: {failure}', int(is_end),
                              'stuck' if is_vain else '')
-        unserved = seen['status'].get('unserved_ready_labels') or {}
         labels = ''.join(f"; {counted(count, 'job')} for runners with label {name}"
-                         for name, count in unserved.items())
+                         for name, count in self.unserved.items())
         left = ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES
                          if not row.is_done and counts[row.name])
         reason = f'nobody is at work, and jobs are left: {left}{labels}'
