@@ -24647,8 +24647,7 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
             found.append(f"Slurm expects its start in {format_elapsed(queued['starts_at'] - now)}")
     elif queued['state'] != 'RUNNING' or row['status'] == 'pending':
         state = SLURM_STATES.get(queued['state'])
-        found.append(f"Slurm says {queued['state']}: it {state.meaning}" if state else
-                     'Slurm says nothing of its state')
+        found.append(f"Slurm says {queued['state']}" + (f': it {state.meaning}' if state else ''))
         if queued['state'] == 'RUNNING':
             found.append('its runner has not reported yet')
     return found
@@ -25523,24 +25522,19 @@ def parse_time_span(text: str) -> int:
     return parse_walltime(normalize_walltime(text))
 
 
-def parse_allocation_time(text: str) -> int:
-    """The same for an allocation. 0 would be no limit at all: sbatch(1), --time."""
-    value_s = parse_time_span(text)
-    if value_s < 60:
-        raise ValueError(f'{text!r} is too short for an allocation: write a minute or more')
-    return value_s
-
-
 def at_least(least: float, parse: Callable[[str], Any] = parse_number,
              most: float = MAX_INTEGER) -> Callable[[str], Any]:
     """A parser of numbers that are not below `least`, nor above `most`."""
     def read(text: str) -> Any:
         value = parse(text)
         if not least <= value <= most:
-            limit = f'less than {least:g}' if value < least else f'more than {most:g}'
-            raise ValueError(f'{text} is {limit}')
+            raise ValueError(f'{text} is ' + (f'less than {least:g}' if value < least else f'more than {most:g}'))
         return value
     return read
+
+
+# 0 would be no limit at all: sbatch(1), --time.
+parse_allocation_time = at_least(60, parse_time_span)
 
 
 def parse_decimal(text: str) -> float:
@@ -25588,23 +25582,18 @@ def is_id(word: str) -> bool:
 # -------- input --------
 
 def read_input(session: Session, path: str) -> bytes:
-    """Content of a file that the user named; '-' is stdin. Not more than a workflow: /dev/zero has no end."""
-    if path == '-' and session.stdin.isatty():
-        session.report('torc: reading from the terminal; end with Ctrl-D')
+    """Content of a file that the user named; '-' is stdin."""
     try:
-        with contextlib.ExitStack() as files:
-            file = session.stdin.buffer if path == '-' else files.enter_context(open(path, 'rb'))
-            # Piece by piece: one read of the limit would allocate all of it, in spite of `ulimit -v`.
-            pieces = iter(lambda: file.read(2 ** 20), b'')
-            data = b''.join(itertools.islice(pieces, MAX_SPEC_BYTES // 2 ** 20))
-            is_larger = bool(next(pieces, b''))
+        if path == '-':
+            if session.stdin.isatty():
+                session.report('torc: reading from the terminal; end with Ctrl-D')
+            return session.stdin.buffer.read()
+        with open(path, 'rb') as file:
+            if os.fstat(file.fileno()).st_size > MAX_SPEC_BYTES:
+                raise BadInput(f'{path} is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
+            return file.read()
     except OSError as error:
         raise BadInput(f'cannot read {path}: {error.strerror}') from None
-    except ValueError:
-        raise BadInput('a path cannot hold a null character') from None
-    if is_larger:
-        raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
-    return data
 
 
 # -------- commands that only ask --------
@@ -26488,11 +26477,9 @@ def cmd_logs(session: Session, args: Arguments) -> int:
         return follow_logs(reader)
     newest = reader.newest()
     for number, job in reader.jobs.items():
-        if number not in newest:
-            raise Refused(describe_job(session, job, ' has left no output'))
-        if not any(find_stdio(reader.output_dir, newest[number])):
-            words = f' has left no output in {reader.output_dir}'
-            raise Refused(f'{describe_job(session, job, words)}; {WHERE_OUTPUT_IS}')
+        if number not in newest or not any(find_stdio(reader.output_dir, newest[number])):
+            where, hint = (f' in {reader.output_dir}', f'; {WHERE_OUTPUT_IS}') if number in newest else ('', '')
+            raise Refused(describe_job(session, job, ' has left no output' + where) + hint)
     found = reader.shown((newest[number] for number in reader.jobs or sorted(newest)), args['failed'])
     if session.format == 'json':
         values = [with_files(reader.output_dir, attempt, (
@@ -26935,8 +26922,6 @@ def deliver(session: Session, args: Arguments, found: Dict[str, Any],
     if form not in (*forms, 'json'):
         endings = ', '.join(ending for ending, form in ENDINGS.items() if form in forms)
         raise BadInput(f'{path} does not end in {endings} or .json: give another name, or --format')
-    if path is None and form in ('html', 'svg') and session.out.isatty():
-        raise BadInput(f'{form} is for a file: name it with -o, such as -o {session.command.name}.{form}')
     style = IN_FILE if path else style_of(session.out, os.environ)
     text = format_json_document(without_shapes(found)) if form == 'json' else forms[form](found, style)
     if path is None:
@@ -27122,8 +27107,7 @@ def cmd_plot_resources(session: Session, args: Arguments) -> Answer:
     with writing(f"plots to {args['output_dir']}", '--output-dir'):
         paths = write_plots(args['databases'], args['output_dir'], args['prefix'], args['format'],
                             args['job_ids'] or ())
-    text = format_lines(paths) if paths else 'There are no samples to draw\n'
-    return Answer({'files': paths}, text)
+    return Answer({'files': paths}, paths or ['There are no samples to draw'])
 
 
 def cmd_monitor_node(session: Session, args: Arguments) -> Any:
@@ -27629,24 +27613,13 @@ def await_server(session: Session, options: RunnerOptions) -> None:
         session.report(f'the server answers after {format_elapsed(time.time() - began)}')
 
 
-def runner_options(args: Arguments) -> RunnerOptions:
-    """Options of the runner from the command line. --end-time beats --time-limit."""
-    end_time = args['end_time']
-    if end_time is None and args['time_limit'] is not None:
-        end_time = time.time() + args['time_limit']
-    return RunnerOptions(
-        output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
-        memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
-        end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
-        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
-        progress=args['progress'] or '', notify=args.get('notify'), **offline_options(args))
-
-
-def offline_options(args: Arguments) -> Dict[str, Any]:
-    """What a runner does while its server is away."""
-    given_s = args['drain_ping_interval_secs']
-    return {'drains': not args['no_offline_drain'],
-            'ping_interval_s': DEFAULT_PING_INTERVAL_S if given_s is None else given_s}
+def runner_options(args: Arguments, **more: Any) -> RunnerOptions:
+    """Options of the runner from the arguments that have their names. --end-time beats --time-limit."""
+    found = {name: args[name] for name in RunnerOptions._fields if args.get(name) is not None}
+    if args.get('time_limit') is not None:
+        found.setdefault('end_time', time.time() + args['time_limit'])
+    return RunnerOptions(poll_interval_s=args['poll_interval'], drains=not args['no_offline_drain'],
+                         **found, **more)
 
 
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
@@ -27844,11 +27817,8 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
                       'set); elsewhere: run ID')
     if args['startup_delay_seconds']:   # many begin at once: each waits for another time
         time.sleep(secrets.randbelow(2 ** 32) / 2 ** 32 * args['startup_delay_seconds'])
-    options = RunnerOptions(
-        output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
-        max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
-        claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'],
-        is_strict=session.settings.get('client.slurm.strict_scheduler_match', False), **offline_options(args))
+    options = runner_options(
+        args, is_strict=session.settings.get('client.slurm.strict_scheduler_match', False))
     session.options['url' if '://' in args['server'] else 'db'] = args['server']
     await_server(session, options)
     code = run_to_end(session, args['workflow_id'], options, True)
@@ -27950,8 +27920,6 @@ def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
         commands = [utf8_text(' '.join(map(shlex.quote, args['words'])))]
     if not commands:
         raise BadInput("nothing to run: give -c 'COMMAND', -C FILE, or -- COMMAND WORDS")
-    if not all(command.strip() for command in commands):
-        raise BadInput("-c '' is an empty command: give one, such as -c 'echo {i}', or leave the option out")
     parameters = exec_parameters(args['param'] or [])
     common = {'cancel_on_blocking_job_failure': False}      # type: Dict[str, Any]
     if parameters:
@@ -27975,7 +27943,7 @@ def exec_names(commands: Sequence[str], parameters: Iterable[str]) -> Iterator[s
     """Names of jobs: job1, or, with parameters, the command's first word and the values."""
     taken = set()       # type: Set[str]
     for number, command in enumerate(commands, 1):
-        word = re.sub(r'[^\w.-]+', '', os.path.basename(command.split()[0])) if parameters else ''
+        word = re.sub(r'[^\w.-]+', '', os.path.basename(command.partition(' ')[0])) if parameters else ''
         word = word if word and word not in taken else f"{word or 'job'}{number}"
         taken.add(word)
         yield '_'.join([word, *map('{{{}}}'.format, parameters)])
@@ -30219,7 +30187,7 @@ def cmd_remote_run(session: Session, args: Arguments) -> Answer:
             if client.token_file or not is_loopback(parse_url(url).host)]
     keys = ('poll_interval', 'max_parallel_jobs', 'num_cpus', 'memory_gb', 'num_gpus')
     words = [('--' + key.replace('_', '-'), args[key]) for key in keys if args[key] is not None]
-    words += [('--label', ','.join(args['label']))] if args['label'] else []
+    words += [('--label', ','.join(args['labels']))] if args['labels'] else []
     start = hosts.order(
         'start', urls=urls, fingerprint=client.fingerprint,
         token=read_token(client.token_file) if client.token_file else '', user=user_name(),
@@ -31273,14 +31241,16 @@ SPEC_OPTIONS = (
 OFFLINE_OPTIONS = (
     Argument('--no-offline-drain', '', 'stop jobs, and leave, when the server is away for too long'),
     Argument('--drain-ping-interval-secs', 'SECONDS', 'interval between requests to a server that is away '
-             f'for too long (default {DEFAULT_PING_INTERVAL_S:g})', at_least(1, parse_seconds)),
+             f'for too long (default {DEFAULT_PING_INTERVAL_S:g})', at_least(1, parse_seconds),
+             key='ping_interval_s'),
 )
 LABEL_OF_RUNNER = Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these',
-                           parse_labels, '*')
+                           parse_labels, '*', key='labels')
 MAX_PARALLEL = Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need',
                         at_least(1))
 CLAIM_BACKOFF = Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while '
-                         'nothing changes', parse_wait, default=DEFAULT_CLAIM_BACKOFF_MAX_S)
+                         'nothing changes', parse_wait, default=DEFAULT_CLAIM_BACKOFF_MAX_S,
+                         key='claim_backoff_max_s')
 PROGRESS = Argument('--progress', 'HOW', 'none, plain (a line now and then) or bar (default: as stderr can)',
                     one_of('none', 'plain', 'bar'))
 POLL_INTERVAL = Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server, which '
@@ -31312,7 +31282,7 @@ ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
     Argument('-p --poll-interval', 'SECONDS', "interval between a runner's requests to the server (default "
              f'{SLURM_POLL_INTERVAL_S:g})', parse_interval),
-    MAX_PARALLEL._replace(names='-m --max-parallel-jobs'), CLAIM_BACKOFF._replace(default=None),
+    MAX_PARALLEL._replace(names='-m --max-parallel-jobs'), CLAIM_BACKOFF._replace(default=None, key=''),
 )
 ACCOUNT = Argument('-a --account', 'ACCOUNT', 'account to charge')
 SCHEDULER_ARGUMENTS = (
@@ -32353,7 +32323,7 @@ COMMANDS = (
     Command('run', cmd_run, 'create a workflow from a file, or take one by its id, and run its jobs here', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), *RESUME,
         Argument('--dry-run', '', 'with --resume: only show what would change and run'), *RUN_OPTIONS,
-        Argument('--persistent', '', 'keep running when nothing is left to do'), NOTIFY,
+        Argument('--persistent', '', 'keep running when nothing is left to do', key='is_persistent'), NOTIFY,
         Argument('--retry-failed', '',
                  'with an id: run again what failed or was canceled, and what depends on it'), FORCE,
         *SPEC_OPTIONS), 'run examples/hello.yaml'),
@@ -32364,7 +32334,7 @@ COMMANDS = (
         Argument('DIR', '', 'output directory', key='output_dir'),
         POLL_INTERVAL._replace(default=SLURM_POLL_INTERVAL_S), MAX_PARALLEL, CLAIM_BACKOFF,
         Argument('--startup-delay-seconds', 'SECONDS', 'begin at a time within so many seconds', parse_wait),
-        Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
+        Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id, key='record_id'),
         Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node'),
         *OFFLINE_OPTIONS), 'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
