@@ -209,30 +209,19 @@ class Status(Row):
     meaning: str
 
 
-STATUSES = (
-    #      code name              final  finished bad   done   active sym  colour
-    Status(0,  'uninitialized',  False, False, False, False, False, '.', '90',
-           'not yet looked at: initialize the workflow'),
-    Status(1,  'blocked',        False, False, False, False, False, '|', '33',
-           'waits for other jobs'),
-    Status(2,  'ready',          False, False, False, False, False, 'o', '36',
-           'may be claimed by a runner'),
-    Status(3,  'pending',        False, False, False, False, True,  '>', '36',
-           'claimed by a runner, not yet started'),
-    Status(4,  'running',        False, False, False, False, True,  '*', '34',
-           'started'),
-    Status(5,  'completed',      True,  True,  False, True,  False, '+', '32',
-           'ended with return code 0'),
-    Status(6,  'failed',         True,  True,  True,  True,  False, 'x', '31',
-           'ended with another return code'),
-    Status(7,  'canceled',       True,  True,  True,  True,  False, '-', '35',
-           'will not run: canceled, or a prerequisite ended badly'),
-    Status(8,  'terminated',     True,  True,  True,  True,  False, '!', '31',
-           'stopped by the runner, for lack of time'),
-    Status(9,  'disabled',       False, True,  False, True,  False, '~', '90',
-           'switched off by the user; dependants go on'),
-    Status(10, 'pending_failed', True,  False, False, False, False, '?', '33',
-           'failed; a person or program is to decide'),
+STATUSES = (    # flags as 0 and 1
+    #      code name      final finished bad done active symbol colour meaning
+    Status(0,  'uninitialized',  0, 0, 0, 0, 0, '.', '90', 'not yet looked at: initialize the workflow'),
+    Status(1,  'blocked',        0, 0, 0, 0, 0, '|', '33', 'waits for other jobs'),
+    Status(2,  'ready',          0, 0, 0, 0, 0, 'o', '36', 'may be claimed by a runner'),
+    Status(3,  'pending',        0, 0, 0, 0, 1, '>', '36', 'claimed by a runner, not yet started'),
+    Status(4,  'running',        0, 0, 0, 0, 1, '*', '34', 'started'),
+    Status(5,  'completed',      1, 1, 0, 1, 0, '+', '32', 'ended with return code 0'),
+    Status(6,  'failed',         1, 1, 1, 1, 0, 'x', '31', 'ended with another return code'),
+    Status(7,  'canceled',       1, 1, 1, 1, 0, '-', '35', 'will not run: canceled, or a prerequisite ended badly'),
+    Status(8,  'terminated',     1, 1, 1, 1, 0, '!', '31', 'stopped by the runner, for lack of time'),
+    Status(9,  'disabled',       0, 1, 0, 1, 0, '~', '90', 'switched off by the user; dependants go on'),
+    Status(10, 'pending_failed', 1, 0, 0, 0, 0, '?', '33', 'failed; a person or program is to decide'),
 )
 (UNINITIALIZED, BLOCKED, READY, PENDING, RUNNING, COMPLETED, FAILED, CANCELED, TERMINATED, DISABLED,
  PENDING_FAILED) = (row.code for row in STATUSES)
@@ -356,7 +345,6 @@ MAX_BODY_BYTES = 2 * 1024 ** 2      # of a request
 MAX_BULK_BODY_BYTES = 200 * 1024 ** 2   # of bulk_* and from_spec requests
 MAX_INTEGER = 2 ** 63 - 1           # SQLite's
 MAX_DEPTH = 100                     # nesting of values in files and requests
-MAX_ALIASED = 2000000               # values that the aliases of a YAML file stand for
 DIGEST_PIECE_BYTES = 2 ** 20        # of a file, read at once: a few milliseconds
 MAX_CONTENTS = 2000                 # rows about the contents of files in a request
 
@@ -561,24 +549,18 @@ def format_memory(value_bytes: float) -> str:
     return f'{int(value_bytes)}B'
 
 
-def normalize_memory(text: str) -> str:
-    """'8GB', '8Gi', '1.5 GiB' -> Torc's form: '8g', '1536m'. Torc's forms stay."""
-    value_bytes = parse_memory(text)
-    return text if TORC_MEMORY.match(text) else format_whole_memory(value_bytes)
-
-
-def format_whole_memory(value_bytes: int) -> str:
-    """Bytes -> '8g', '1536m': whole kilobytes, since a number of bytes would look like a forgotten unit."""
-    kilobytes = -(-value_bytes // 1024)
+def normalize_memory(text: str, default_unit: str = '') -> str:
+    """'8GB', '8Gi', '1.5 GiB' -> Torc's form: '8g', '1536m'. Torc's forms stay. Others become whole
+    kilobytes, since a number of bytes would look like a forgotten unit."""
+    kilobytes = -(-parse_memory(text, default_unit) // 1024)
     exact = [f'{kilobytes * 1024 // size}{letter}' for letter, size in MEMORY_SIZES.items()
              if kilobytes * 1024 % size == 0]
-    return exact[-1]
+    return text if TORC_MEMORY.match(text) else exact[-1]
 
 
 def normalize_slurm_memory(text: str) -> str:
     """'8Gi', '1.5G' -> Slurm's form: '8G', '1536M'. Slurm's forms stay: 4096 is megabytes."""
-    value_bytes = parse_memory(text, 'm')
-    return text if TORC_MEMORY.match(text) else format_whole_memory(value_bytes).upper()
+    return normalize_memory(text, 'm').upper()
 
 
 def doubt_memory(text: str) -> str:
@@ -701,16 +683,10 @@ def parse_time(text: str) -> float:
         raise ValueError(f'{text!r} is not a time that exists') from None
 
 
-@functools.lru_cache(maxsize=4)     # a log has many lines of one second
-def format_second(whole: int) -> str:
-    """The same without fractions and time zone."""
-    return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))
-
-
 def format_time(value_s: float) -> str:
     """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'; the nearest with a year of four digits."""
     whole, milliseconds = divmod(int(round(min(max(value_s, -30610224000), 253402300799) * 1000)), 1000)
-    return f'{format_second(whole)}.{milliseconds:03d}Z'
+    return time.strftime('%Y-%m-%dT%H:%M:%S.', time.gmtime(whole)) + f'{milliseconds:03d}Z'
 
 
 def format_local_time(text: Optional[str]) -> str:
@@ -862,21 +838,10 @@ def refuse_constant(word: str) -> None:
     raise ValueError(f'{word} is not allowed')
 
 
-def parse_integer(text: str) -> int:
-    """parse_int for json before Python 3.10.7, where int() takes minutes for a million digits."""
-    if len(text) > 4300:
-        raise ValueError(f'a number of {len(text)} digits')
-    return int(text)
-
-
-JSON_INTEGER = None if hasattr(sys, 'get_int_max_str_digits') else parse_integer
-
-
-def parse_json(text: str, parse_int: Any = JSON_INTEGER, parse_float: Any = None) -> Any:
+def parse_json(text: str, **numbers: Any) -> Any:
     """Strict JSON -> value. ValueError for what RFC 8259 forbids, duplicate keys, or too deep nesting."""
     try:
-        return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant,
-                          parse_int=parse_int, parse_float=parse_float)
+        return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant, **numbers)
     except RecursionError:
         raise ValueError('nested too deeply') from None
 
@@ -1244,17 +1209,14 @@ def normal_text(text: str, forbidden: Optional[Expression] = None) -> str:
 
 
 # Level by level and not by recursion, which would end at the depth that it is to find.
-def check_depth(value: Any, most: Optional[int] = None) -> None:
-    """Refuse a value that is nested too deeply, or that has more than `most` values on one level."""
+def check_depth(value: Any) -> None:
+    """Refuse a value that is nested too deeply."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        containers = (item.values() if isinstance(item, dict) else item
-                      for item in level if isinstance(item, (dict, list)))
-        level = list(itertools.islice(itertools.chain.from_iterable(containers), most and most + 1))
+        level = [child for item in level if isinstance(item, (dict, list))
+                 for child in (item.values() if isinstance(item, dict) else item)]
         if not level:
             return
-        if most and len(level) > most:
-            raise ValueError('aliases stand for too many values: write what they repeat once')
     raise ValueError(f'nested more than {MAX_DEPTH} levels deep')
 
 
@@ -1840,8 +1802,7 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     reader = YamlReader(text)
     value = reader.read(start)
     if reader.anchors:
-        # Each character of the text may be a value of its own.
-        reader.number(0, check_depth, value, len(text) + MAX_ALIASED)
+        reader.number(0, check_depth, value)
     return value, text, reader.positions
 
 
@@ -2018,7 +1979,7 @@ class Json5Reader(TextReader):
 
 def read_strict_json(text: str) -> Any:
     """JSON by the standard library, with our numbers and limits. ValueError without a useful position."""
-    value = parse_json(text, parse_whole, parse_fraction)
+    value = parse_json(text, parse_int=parse_whole, parse_float=parse_fraction)
     check_depth(value)
     return value
 
@@ -3578,15 +3539,15 @@ REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*
 class Expansion:
     """A template block and its instances, of which one is the current one. A mistake is reported once."""
 
-    __slots__ = ('block', 'instances', 'number', 'names', 'filled', 'kept', 'reported')
+    __slots__ = ('block', 'instances', 'places', 'number', 'names', 'reported')
 
     def __init__(self, block: Block, instances: Instances = NO_PARAMETERS) -> None:
         self.block = block
         self.instances = instances
-        self.number = 0             # of the current instance
-        self.filled = {}            # (template, field) or (parameter, format) -> a text for each instance
-        self.kept, self.reported = {}, set()
-        self.names = self.texts(block.get('name', ''), 'name')
+        self.places = {name: place for place, name in enumerate(instances.names)}
+        self.reported, self.names = set(), []
+        for self.number in range(len(instances.rows)):      # of the current instance
+            self.names.append(self.text(block.get('name', ''), 'name'))
 
     def walk(self) -> Iterator[str]:
         """The name of each instance in turn, which is then the current one."""
@@ -3598,15 +3559,6 @@ class Expansion:
         return field in self.block and FIELDS_OF[self.block.where][field].is_template \
             and '{' in str(self.block[field])
 
-    def once(self, fields: Iterable[str], find: Callable[['Expansion'], Any]) -> Any:
-        """find(self) for the current instance; where no parameter stands in the fields, for all at once."""
-        name = find.__name__
-        if name not in self.kept:
-            is_shared = len(self.names) > 1 and not any(map(self.varies, fields))
-            self.kept[name] = find(self) if is_shared else None
-        kept = self.kept[name]
-        return find(self) if kept is None else kept
-
     def is_new(self, *mistake: Any) -> bool:
         """Whether a mistake has not been seen before, in any instance."""
         is_new = mistake not in self.reported
@@ -3615,53 +3567,31 @@ class Expansion:
 
     def text(self, template: str, key: str, is_regex: bool = False) -> str:
         """A text of the current instance. Values that go into a regular expression are escaped."""
-        if '{' not in template:
-            return template
-        texts = self.filled.get((template, key))
-        if texts is None:
-            texts = self.filled[template, key] = self.texts(template, key, is_regex)
-        return texts[self.number]
-
-    def texts(self, template: str, key: str, is_regex: bool = False) -> List[str]:
-        """A text of every instance: for all at once it takes a fifth of the time."""
-        texts, position = [''] * len(self.instances.rows), 0
-        if '{' not in template:
-            return [template] * len(texts)
-        for match in PARAMETER.finditer(template):
+        def put(match: Any) -> str:
             name, spec = match.groups()
-            if name not in self.instances.names:
+            if name not in self.places:
                 self.report_leftover(match.group(), name, key)
-                continue
-            values = self.values(name, spec or '', key)
-            values, before = map(re.escape, values) if is_regex else values, template[position:match.start()]
-            texts = [f'{text}{before}{value}' for text, value in zip(texts, values)]
-            position = match.end()
-        after = template[position:]
-        return [text + after for text in texts] if after else texts
+                return match.group()
+            value = self.value(name, spec or '', key)
+            return re.escape(value) if is_regex else value
+        return PARAMETER.sub(put, template) if '{' in template else template
 
-    def values(self, name: str, spec: str, key: str) -> List[str]:
-        """The texts of a parameter in every instance; '?' where it has none, and a message."""
-        if (name, spec) in self.filled:
-            return self.filled[name, spec]
-        place, texts, reason = self.instances.names.index(name), [], ''
-        for number, row in enumerate(self.instances.rows):
-            try:
-                texts.append(format_value(row[place], spec))
-            except ValueError as error:
-                line = number // self.instances.per_row + 1
-                missing = f'row {line} of the table has no such key' if row[place] is MISSING else ''
-                reason = reason or missing or str(error)
-                texts.append('?')
-        if reason:
+    def value(self, name: str, spec: str, key: str) -> str:
+        """A parameter of the current instance as text; '?' where it has none, and a message."""
+        value = self.instances.rows[self.number][self.places[name]]
+        try:
+            return format_value(value, spec)
+        except ValueError as error:
+            line = self.number // self.instances.per_row + 1
+            reason = f'row {line} of the table has no such key' if value is MISSING else error
             self.block.context.is_partial = True
-            self.block.error(f"parameter '{name}' in {key}: {reason}", key)
-        else:
-            self.filled[name, spec] = texts
-        return texts
+            if self.is_new(name, key):
+                self.block.error(f"parameter '{name}' in {key}: {reason}", key)
+            return '?'
 
     def report_leftover(self, token: str, name: str, key: str) -> None:
         """A {name} that is no parameter here: an error if declared; awk, bash and JSON use braces too."""
-        if self.block.context.is_partial:       # it may be one whose values are wrong
+        if self.block.context.is_partial or not self.is_new(token, key):    # it may be one with wrong values
             return
         if 'use_parameters' in FIELDS_OF[self.block.where] and name in self.block.owner.get('parameters', ()):
             self.block.error(f"{key} holds {token}, but '{name}' is not used here: add it to use_parameters, "
@@ -3746,8 +3676,6 @@ RELATED = (
     ('user_data', 'input',  'input_user_data',  'input_user_data_regexes'),
     ('user_data', 'output', 'output_user_data', 'output_user_data_regexes'),
 )
-DEPENDENCY_FIELDS = ('depends_on', 'depends_on_regexes')
-KIND_FIELDS = ('resource_requirements', 'scheduler', 'labels')
 
 
 class Planner:
@@ -3881,12 +3809,12 @@ class Planner:
                tokens: Sequence[Optional[int]] = ()) -> Tuple[int, ...]:
         """Indexes of what a job's list, its regular expressions and its command name together."""
         block = expansion.block
-        if not (tokens or given in block or regexes in block):
-            return ()
-        found = [self.find(expansion, noun, name, given) for name in block.get(given, ())]
-        for regex in block.get(regexes, ()):
-            found += self.find_matches(expansion, noun, regex, regexes)
-        return tuple(dict.fromkeys(index for index in [*found, *tokens] if index is not None))
+        named = [self.find(expansion, noun, name, given) for name in block.get(given, ())]
+        matched = [self.find_matches(expansion, noun, regex, regexes) for regex in block.get(regexes, ())]
+        if len(matched) == 1 and not (named or tokens):
+            return matched[0]       # many jobs may wait for many
+        found = itertools.chain(named, *matched, tokens)
+        return tuple(dict.fromkeys(index for index in found if index is not None))
 
     def plan_jobs(self) -> None:
         """Expand the jobs; names first, since any job may name any other."""
@@ -3932,8 +3860,7 @@ class Planner:
         return (
             self.put_paths(expansion, script, *related[:2]),
             expansion.json(block['env'], 'env') if block.get('env') else None,
-            expansion.once(KIND_FIELDS, self.job_class),
-            expansion.once(DEPENDENCY_FIELDS, self.dependency_set),
+            self.job_class(expansion), self.dependency_set(expansion),
             self.named(expansion, 'failure_handler', 'failure_handler'),
             block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'), *related)
 
@@ -4002,7 +3929,7 @@ class Planner:
 
     def dependency_set(self, expansion: Expansion) -> Optional[int]:
         """Number of the set of a job's explicit prerequisites; None for the empty one."""
-        members = self.relate(expansion, 'job', *DEPENDENCY_FIELDS)
+        members = self.relate(expansion, 'job', 'depends_on', 'depends_on_regexes')
         return self.sets.setdefault(tuple(sorted(members)), len(self.sets)) if members else None
 
     def job_block(self, index: int) -> Block:
@@ -4108,16 +4035,21 @@ def incompatibility(workflow: Block, requirements: Block, scheduler: Block) -> s
     if available and 0 < parse_memory(available, 'm') < parse_memory(memory):
         return f'memory {memory} is more than mem {available} of {name}'
     gpus, gres = requirements.value('num_gpus'), (scheduler.get('gres') or '').strip()
-    if gres and gpus > count_gpus(gres):
+    if gres and gpus > parse_gres(gres)[0]:
         return f'num_gpus {gpus} is more than gres {gres} of {name}'
     nodes, given = requirements.value('num_nodes'), scheduler.value('nodes')
     return f'num_nodes {nodes} is more than nodes {given} of {name}' if nodes > given else ''
 
 
-def count_gpus(gres: str) -> int:
-    """GPUs in Slurm's gres text: 'gpu', 'gpu:2', 'gpu:a100:4' (sbatch(1), --gres)."""
-    match = re.search(r'(?:^|,)gpu(?::[A-Za-z][^:,]*)?(?::([0-9]+))?(?=$|,|\()', gres)
-    return int(match.group(1) or 1) if match else 0
+GRES_ENTRY = Expression(r'gpu(?::([A-Za-z][^:,()]*))?(?::([0-9]+))?(?=$|[,(])')
+
+
+def parse_gres(text: str) -> Tuple[int, str]:
+    """GPUs of a node and their type from Slurm's text: 'gpu:a100:4(S:0-1),lustre:1' -> (4, 'a100')."""
+    found = [GRES_ENTRY.match(entry.strip()) for entry in re.sub(r'\([^)]*\)', '', text).split(',')]
+    entries = [match for match in found if match]
+    types = {match.group(1) or '' for match in entries}
+    return sum(int(match.group(2) or 1) for match in entries), types.pop() if len(types) == 1 else ''
 
 
 # (field of execution_config, mode that refuses it, the value that it refuses or None: any)
@@ -5459,7 +5391,7 @@ def open_database(path: str, has_locks: bool = True) -> sqlite3.Connection:
             if name == 'journal_mode' and answer[0] != 'wal':
                 connection.execute('PRAGMA journal_mode = TRUNCATE')
         connection.create_function('has_member', 3, has_member)
-        connection.create_function('status_name', 1, status_name)
+        connection.create_function('status_name', 1, lambda code: STATUS_NAMES.get(code))
     except sqlite3.Error as error:
         connection.close()
         raise explain_database_error(error, path) from None
@@ -5467,11 +5399,6 @@ def open_database(path: str, has_locks: bool = True) -> sqlite3.Connection:
 
 
 known_json = functools.lru_cache(maxsize=64, typed=True)(format_json)
-
-
-def status_name(code: Any) -> Optional[str]:
-    """status_name(job.status) in SQL, for administrators."""
-    return next((row.name for row in STATUSES if row.code == code), None)
 
 
 def has_member(text: Optional[str], key: str, value: Any) -> bool:
@@ -9307,7 +9234,7 @@ def describe_schedulers(context: Context, workflow_id: int) -> Dict[int, Values]
             'scheduler_config_id': row['id'], 'scheduler_name': row.get('name'), 'num_nodes': row['nodes'],
             **{key: row.get(key) for key in ('partition', 'walltime', 'mem', 'gres')},
             'num_cpus': None if options & OPEN_CPUS else row.get('ntasks_per_node') or None,
-            'num_gpus': None if options & OPEN_GPUS else count_gpus(row.get('gres', ''))}
+            'num_gpus': None if options & OPEN_GPUS else parse_gres(row.get('gres', ''))[0]}
     return found
 
 
@@ -16345,21 +16272,17 @@ def read_control_group(directory: str, *names: str) -> List[int]:
 
 def read_cpu_quota(root: str = '') -> float:
     """CPUs' worth of time that our control groups allow; infinite where none sets a limit."""
-    quotas = [math.inf]
-    for directory in control_group_directories('cpu', root):
-        pair = read_control_group(directory, 'cpu.max', 'cpu.cfs_quota_us', 'cpu.cfs_period_us')
-        if len(pair) == 2 and min(pair) > 0:
-            quotas.append(pair[0] / pair[1])
-    return min(quotas)
+    pairs = (read_control_group(directory, 'cpu.max', 'cpu.cfs_quota_us', 'cpu.cfs_period_us')
+             for directory in control_group_directories('cpu', root))
+    return min([pair[0] / pair[1] for pair in pairs if len(pair) == 2 and min(pair) > 0] or [math.inf])
 
 
 def read_memory_limit(root: str = '') -> float:
     """Bytes that our control groups allow; infinite where none sets a limit."""
-    limits = [math.inf]
-    for directory in control_group_directories('memory', root):
-        found = read_control_group(directory, 'memory.max', 'memory.high', 'memory.limit_in_bytes')
-        limits += [number for number in found if number > 0]
-    return min(limits)
+    names = 'memory.max', 'memory.high', 'memory.limit_in_bytes'
+    limits = [number for directory in control_group_directories('memory', root)
+              for number in read_control_group(directory, *names) if number > 0]
+    return min(limits or [math.inf])
 
 
 # -------- the keeper --------
@@ -17335,22 +17258,17 @@ def explain_reply(reply: Reply) -> str:
 
 # -------- what they print --------
 
-SLURM_SIZE = Expression(r'([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([KMGTPE]?)[Bcn]?\Z', re.IGNORECASE)
 SLURM_CPU_TIME = Expression(r'(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]*)?)\Z')
 SLURM_NUMBER = Expression(r'[0-9]{1,18}\Z')     # str.isdigit() takes superscripts, too
-SLURM_INSTANT = Expression(r'[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\Z')
 MAX_LISTED_NODES = 100000       # of one list: a range is a few characters
 SLURM_FACT = Expression(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 
 
 def parse_slurm_memory(text: str) -> Optional[int]:
     """Memory as sstat and sacct print it, '64704K', '1.5G', '1024' (bytes) -> bytes; None if it is none."""
-    match = SLURM_SIZE.match(text.strip())
-    if not match:
-        return None
-    exponent = ' KMGTPE'.index(match.group(2).upper() or ' ')
-    value = float(match.group(1)) * 1024 ** exponent
-    return int(value) if value <= MAX_INTEGER else None
+    with contextlib.suppress(ValueError):
+        return parse_memory(text.strip().rstrip('cn'))      # per CPU or node (before 21.08)
+    return None
 
 
 def parse_slurm_cpu_time(text: str) -> Optional[float]:
@@ -17364,16 +17282,8 @@ def parse_slurm_cpu_time(text: str) -> Optional[float]:
 
 
 def parse_slurm_instant(text: str) -> Optional[float]:
-    """A point in time, seconds since the epoch or local time -> seconds; None for 'Unknown', 'N/A'."""
-    text = text.strip()
-    if SLURM_NUMBER.match(text):
-        return float(text)
-    if not SLURM_INSTANT.match(text):
-        return None
-    try:
-        return time.mktime(time.strptime(text, '%Y-%m-%dT%H:%M:%S'))
-    except (ValueError, OverflowError):
-        return None
+    """A point in time, as seconds since the epoch (see query_variables) -> seconds; None for 'Unknown'."""
+    return float(text) if SLURM_NUMBER.match(text.strip()) else None
 
 
 NODE_WORD = Expression(r'(?:[^,[]|\[[^]]*\]?)+')   # commas outside of brackets separate
@@ -17653,16 +17563,7 @@ def configured_profile(name: str, entry: Dict[str, Any]) -> Profile:
 # The lines of a site's own wrappers among them have another number of fields, or no PartitionName.
 
 SINFO_FORMAT = '%P|%c|%m|%l|%G|%D'
-GRES_ENTRY = Expression(r'gpu(?::([A-Za-z][^:,()]*))?(?::([0-9]+))?(?=$|[,(])')
 MEMORY_DEFAULTS = ('DefMemPerNode', 'DefMemPerCPU')
-
-
-def parse_gres(text: str) -> Tuple[int, str]:
-    """GPUs of a node and their type from sinfo's %G: 'gpu:a100:4(S:0-1),lustre:1' -> (4, 'a100')."""
-    found = [GRES_ENTRY.match(entry.strip()) for entry in re.sub(r'\([^)]*\)', '', text).split(',')]
-    entries = [match for match in found if match]
-    types = {match.group(1) or '' for match in entries}
-    return sum(int(match.group(2) or 1) for match in entries), types.pop() if len(types) == 1 else ''
 
 
 def parse_partition_limit(text: str) -> Optional[int]:
@@ -17681,23 +17582,18 @@ def parse_least(text: str) -> Optional[int]:
     return int(match.group(1)) or None if match else None
 
 
-def parse_partition_records(text: str) -> Dict[str, Dict[str, str]]:
-    """Output of `scontrol -o show partition` -> fields by partition."""
-    found = map(read_slurm_facts, text.splitlines())
-    return {facts['PartitionName']: facts for facts in found if facts.get('PartitionName')}
-
-
 def parse_config(text: str) -> Dict[str, str]:
     """Output of `scontrol show config` -> its settings."""
     return dict((part.strip() for part in line.split('=', 1)) for line in text.splitlines() if '=' in line)
 
 
-def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]],
-                     config: Dict[str, str]) -> List[Partition]:
+def parse_partitions(sinfo: str, scontrol: str, config: Dict[str, str]) -> List[Partition]:
     """Partitions from the output of sinfo and scontrol: the default one first, then in sinfo's order. With
     select/linear (slurm.conf(5)) every job gets whole nodes, without it those of a partition with
     OverSubscribe=EXCLUSIVE. One that sets no default memory has that of the cluster. What is for some
     accounts, groups or QOS only, or may be pushed aside by jobs of others, is chosen last."""
+    facts = map(read_slurm_facts, scontrol.splitlines())
+    records = {record['PartitionName']: record for record in facts if record.get('PartitionName')}
     found, preempted = {}, {name for name, record in records.items()
                             if record.get('PreemptMode', 'OFF').upper() not in ('OFF', '')}
     is_linear = config.get('SelectType', '').endswith('linear')
@@ -17727,9 +17623,9 @@ def ask_for_profile() -> Profile:
     nodes = ask_slurm(slurm_argv('sinfo', '-e', '-h', '-o', SINFO_FORMAT))
     if nodes.code:
         raise Refused(f'cannot ask Slurm for its partitions: {explain_reply(nodes)}')
-    records = parse_partition_records(ask_slurm(slurm_argv('scontrol', '-o', 'show', 'partition')).out)
+    records = ask_slurm(slurm_argv('scontrol', '-o', 'show', 'partition'))
     config = parse_config(ask_slurm(slurm_argv('scontrol', 'show', 'config')).out)
-    partitions = parse_partitions(nodes.out, records, config)
+    partitions = parse_partitions(nodes.out, records.out, config)
     if not partitions:
         raise Refused('Slurm names no partition that is up: see `sinfo`')
     name = os.environ.get('SLURM_CLUSTER_NAME') or config.get('ClusterName') or socket.gethostname()
@@ -17890,31 +17786,24 @@ LIMITS = (
 )
 
 
-def misfit(partition: Partition, needs: ResourceClass) -> str:
-    """Why a partition cannot run a job, with both numbers, or ''."""
-    for field, wanted, given, shown, where in LIMITS:
-        value, most = getattr(needs, wanted), getattr(partition, given)
-        if value > most:
-            return f'{field} {shown(value)} is more than the {shown(most)} {where} in {partition.name}'
-    if partition.min_nodes and needs.num_nodes < partition.min_nodes:
-        return (f'num_nodes {needs.num_nodes} is less than the {partition.min_nodes} of a job in '
-                f'{partition.name}')
-    return ''
-
-
-def explain_misfit(partitions: Sequence[Partition], needs: ResourceClass) -> str:
-    """Why no partition can run a job, with both numbers."""
+def misfit(partitions: Sequence[Partition], needs: ResourceClass) -> str:
+    """Why none of these partitions can run a job, with both numbers, or ''."""
+    name = f' in {partitions[0].name}' if len(partitions) == 1 else ''
     for field, wanted, given, shown, where in LIMITS:
         value, most = getattr(needs, wanted), max((getattr(row, given) for row in partitions), default=0)
         if value > most:
-            return f'{field} {shown(value)} is more than {shown(most)}, the most {where}'
-    reasons = list(dict.fromkeys(misfit(partition, needs) for partition in partitions))
-    return '; '.join(reasons[:3]) + ('; ...' if len(reasons) > 3 else '')
+            return f'{field} {shown(value)} is more than {shown(most)}, the most {where}{name}'
+    if name:
+        least = partitions[0].min_nodes or 0
+        return f'num_nodes {needs.num_nodes} is less than {least}, the least of a job{name}' \
+            if needs.num_nodes < least else ''
+    reasons = list(dict.fromkeys(misfit([partition], needs) for partition in partitions))
+    return '' if '' in reasons else '; '.join(reasons[:3]) + ('; ...' if len(reasons) > 3 else '')
 
 
 def fitting_partitions(partitions: Sequence[Partition], needs: ResourceClass) -> List[Partition]:
     """Partitions that can run a job."""
-    return [partition for partition in partitions if not misfit(partition, needs)]
+    return [partition for partition in partitions if not misfit([partition], needs)]
 
 
 def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
@@ -18125,7 +18014,7 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
         needs = classes[number]
         partition = choose_partition(partitions, needs, options.walltime_multiplier, options.end_s)
         if partition is None:
-            problems.append((number, explain_misfit(partitions, needs)))
+            problems.append((number, misfit(partitions, needs)))
         else:
             chosen[number] = partition
     groups = make_groups(graph, classes, chosen, options)
@@ -19226,22 +19115,19 @@ LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose w
 
 def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
     """Paths of the journals of a run below a directory, sorted; and what could not be searched, in words.
-    Links are not followed, which may lead to anything; those that lead to journals are named."""
+    Links are not followed, which may lead to anything; those to directories with journals are named."""
     first, last = JOURNAL_NAME.format(workflow_id, run_id, '*').split('*')
-    errors, found, passed_over = [], [], []     # type: List[OSError], List[str], List[str]
+    errors, found, problems = [], [], []    # type: List[OSError], List[str], List[str]
     for directory, below, names in os.walk(base_dir, onerror=errors.append):
-        for path in (os.path.join(directory, name) for name in names
-                     if name.startswith(first) and name.endswith(last)):
-            (passed_over if os.path.islink(path) else found).append(path)
-        passed_over += [path for path in (os.path.join(directory, name) for name in below) if os.path.islink(path)
-                        and (os.path.basename(path) == JOURNAL_DIRECTORY
-                             or os.path.isdir(os.path.join(path, JOURNAL_DIRECTORY)))]
-    places = {path: os.path.realpath(path) for path in passed_over}
-    problems = [f'{path} is a link, and not followed: to take in what is there, `workflows reconcile` with '
-                f'--base-dir {shlex.quote(place if os.path.isdir(place) else os.path.dirname(place))}'
-                for path, place in places.items()]
+        found += [os.path.join(directory, name) for name in names
+                  if name.startswith(first) and name.endswith(last)]
+        for path in (os.path.join(directory, name) for name in below):
+            if os.path.islink(path) and (os.path.basename(path) == JOURNAL_DIRECTORY
+                                         or os.path.isdir(os.path.join(path, JOURNAL_DIRECTORY))):
+                problems.append(f'{path} is a link, and not followed: to take in what is there, `workflows '
+                                f'reconcile` with --base-dir {shlex.quote(os.path.realpath(path))}')
     problems += [f'{error.filename} cannot be searched: {error.strerror}' for error in errors]
-    return sorted(filter(os.path.isfile, found)), sorted(problems)
+    return sorted(path for path in found if stat.S_ISREG(os.lstat(path).st_mode)), sorted(problems)
 
 
 def parse_payload(model: str, data: Any) -> Dict[str, Any]:
@@ -28632,7 +28518,7 @@ def cmd_hpc_match(session: Session, args: Arguments) -> Any:
              'matching_partitions': list(map(partition_record, found)),
              'best_partition': None if best is None else partition_record(best)}
     if best is None:
-        return Answer(value, f'No partition fits: {explain_misfit(partitions, needs)}\n')
+        return Answer(value, f'No partition fits: {misfit(partitions, needs)}\n')
     session.inform(f'Best: {best.name}')
     return list_partitions(found, value)
 
