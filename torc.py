@@ -19311,8 +19311,7 @@ def limit_size(size: NodeSize, options: RunnerOptions) -> NodeSize:
 
 
 def measure_node(options: RunnerOptions, root: str = '') -> NodeSize:
-    """This node's size, where the options do not say otherwise: not all of the machine, but what is ours.
-    `root` is a prefix of /proc, /sys and /dev."""
+    """What is ours of this machine, where the options say nothing else. `root`: prefix of /proc, /sys, /dev."""
     num_cpus = max(1, int(min(len(os.sched_getaffinity(0)), read_cpu_quota(root))))
     all_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     # what can be had without swapping (proc(5), meminfo)
@@ -19884,7 +19883,6 @@ class ServerLink(Part):
         # of requests; times are monotonic
         self.pending = None         # type: Optional[PendingCall]
         self.request = {}           # type: Dict[str, Any]  # the last one
-        self.has_wanted = False     # ... has asked for jobs
         self.has_told = False       # ... reports something: none that may be kept
         self.waits_s = 0.0          # ... may be kept by the server for so long
         self.sent_completions = []  # type: List[Attempt]  # ... that it carries
@@ -19937,8 +19935,7 @@ class ServerLink(Part):
     # ---- among the workflow's compute nodes ----
 
     def register(self) -> None:
-        """Become one of the workflow's compute nodes; another one, with what runs here, where the server has
-        released the one that we were, as its lease was over."""
+        """Become one of the workflow's compute nodes; another one when the lease of the old one is over."""
         context, options, old = self.context, self.context.options, self.context.node_id
         body = dict(describe_node(context), lease_s=self.lease_s(), identity=self.identity,
                     output_dir=os.path.realpath(context.output.path))
@@ -19987,8 +19984,7 @@ class ServerLink(Part):
 
     @property
     def ask_at(self) -> float:
-        """When the next request is to be sent (monotonic): at once if nothing may start before, or nothing is
-        left to wait for but the server."""
+        """When the next request is to be sent (monotonic): now if nothing starts or is waited for before."""
         is_urgent = not self.has_lease if self.state == 'online' else self.state == 'offline' and not (
             self.launcher.children or self.is_over)
         return math.inf if self.pending is not None else 0.0 if is_urgent else self.planned_at
@@ -20036,9 +20032,9 @@ class ServerLink(Part):
     def send(self, body: Dict[str, Any], patience_s: float) -> None:
         """Send one runner_sync, with all updates. The server may keep one that finds no work for a while."""
         context, lease_s = self.context, self.lease_s()
-        self.has_wanted, self.has_told, self.planned_at = body['want'] is not None, self.has_updates, math.inf
+        self.has_told, self.planned_at = self.has_updates, math.inf
         # Once a request that wanted jobs has got none, the next one may be kept.
-        may_wait = self.is_idle and self.has_wanted and not (self.has_told or self.is_doubtful)
+        may_wait = self.is_idle and body['want'] is not None and not (self.has_told or self.is_doubtful)
         self.waits_s = max(0.0, patience_s) if may_wait else 0.0
         self.turn += 1
         self.promised_until = uptime_s() + lease_s
@@ -20113,7 +20109,7 @@ class ServerLink(Part):
 
     def next_wait_s(self, has_children: bool, answer: Dict[str, Any]) -> float:
         """Until the next request, after an answer: the regimes of the page "Job Runners"."""
-        was_idle, self.is_idle = self.is_idle, self.has_wanted and not (
+        was_idle, self.is_idle = self.is_idle, self.request['want'] is not None and not (
             answer['jobs'] or answer['is_complete'] or has_children)
         if answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
             return 0.0      # the next one can wait there; otherwise the server has kept none
@@ -20341,8 +20337,7 @@ class DirectStarter(Part):
         self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
 
     def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any]) -> None:
-        """Open an attempt's files into `outputs` and start it with what its grant holds. OSError,
-        ValueError. `on_end` is called when nothing of it lives."""
+        """Open files into `outputs` and start it; `on_end`: nothing of it lives. OSError, ValueError."""
         context, name = self.context, f'{attempt.id}-{attempt.attempt_id}'
         open_outputs(context, attempt, outputs)
         command = compose_command(attempt.job['invocation_script'], attempt.job['command'])
@@ -20370,8 +20365,7 @@ class DirectStarter(Part):
 
 def start_script(context: NodeContext, command: str, variables: Dict[str, str], log_name: str, name: str,
                  on_end: Callable[[Process], Any]) -> Process:
-    """Start a command of an action, or a recovery script: a child whose output is added to a log, or lost
-    where that cannot be written. OSError, ValueError."""
+    """Start a child whose output is added to a log, lost if that cannot be written. OSError, ValueError."""
     try:
         descriptor = append_to_file(os.path.join(context.output.path, log_name))
     except OSError as error:
@@ -20832,8 +20826,7 @@ class Dispatcher(Part):
         return True
 
     def on_start_failure(self, attempt: Attempt, error: Exception, outputs: Sequence[int]) -> bool:
-        """A start that failed: the node's fault, such as a quota, or a srun that is gone, makes a pause;
-        anything else fails this job."""
+        """The node's fault, such as a quota, or a srun that is gone, makes a pause; else the job has failed."""
         self.policy.ledger.release(attempt.grant)
         number = getattr(error, 'errno', None)
         is_disk = len(outputs) < 2 and number is not None and number not in TAKEN
@@ -21085,17 +21078,15 @@ class Monitor(Part):
 # judgement that waits for Slurm's word says so there, and finds it there.
 
 STEPS_DIRECTORY = 'slurm_steps'     # in the output directory; each runner has a directory of its own in it
-SUPERVISOR_NAME = 'supervisor.py'
 STEP_KILL_S = 5.0           # from scancel of a step to SIGKILL for its srun
 SIGNAL_LEEWAY_S = 60.0      # so much sooner Slurm may send --signal (srun(1))
 WATCH_S = 10.0              # between looks whether steps are to be given up
 
 
 def end_steps(directory: str, job_id: str) -> None:
-    """Kill all steps of a runner that has died, or leaves, by what its directory says. That is moved away
-    first: a step that begins only now finds no notes, and ends. When both processes of srun(1) are killed,
-    its step runs on (22.05): it is the second that cancels it for the first. So the runner's keeper does it
-    for a runner that was killed."""
+    """Kill all steps of a runner that leaves, or, by its keeper, of one that was killed: the step of a srun(1)
+    runs on when both of its processes are killed (22.05). The runner's directory says which there are. It is
+    moved away first: a step that begins only now finds no notes, and ends."""
     gone = f'{directory}.gone'
     try:
         os.rename(directory, gone)
@@ -21195,7 +21186,7 @@ class SlurmStarter(Part):
         self.allocation = context.allocation
         own = f'{socket.gethostname()}_p{os.getpid()}_{read_process_start_ticks(os.getpid())}'
         self.directory = os.path.join(context.output.path, STEPS_DIRECTORY, own)
-        self.supervisor = os.path.join(self.directory, SUPERVISOR_NAME)
+        self.supervisor = os.path.join(self.directory, 'supervisor.py')
         self.srun = shutil.which(slurm_program('srun')) or 'srun'
         self.variables = step_variables()
         self.early = parse_step_signal(str(context.config.get('srun_termination_signal') or ''))
@@ -21639,10 +21630,8 @@ def read_granted_sizes(line: str) -> Dict[str, NodeSize]:
 
 def read_gpus(gres: str) -> Tuple[str, ...]:
     """'gpu:a100:2(IDX:0-1),tmp:1' -> ('0', '1')."""
-    found = []      # type: List[str]
-    for count, indexes in GRANTED_GPUS.findall(gres):
-        found += expand_node_word(f'[{indexes}]') if indexes else map(str, range(int(count)))
-    return tuple(found)
+    return tuple(index for count, indexes in GRANTED_GPUS.findall(gres) for index in (
+        expand_node_word(f'[{indexes}]') if indexes else map(str, range(int(count)))))
 
 
 def read_count(*texts: str) -> int:
@@ -21661,8 +21650,7 @@ def find_stepd() -> Tuple[int, str]:
 # -------- which job this is --------
 
 def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
-    """The Slurm job around us, and what the user should know of it. None: there is none, or what the
-    environment names is not ours (any more)."""
+    """The Slurm job around us, None if there is none that is ours (any more); and what is to be known of it."""
     environment = os.environ
     job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
     if not job_id.isdigit():
@@ -21699,8 +21687,7 @@ def find_allocation(options: RunnerOptions) -> Tuple[Optional[Allocation], str]:
 
 
 def find_sizes(names: Sequence[str], granted: Dict[str, NodeSize], here: NodeSize) -> List[NodeSize]:
-    """What a job has of its nodes. Where it has all memory, Slurm says how much that is. Nodes of which
-    nothing is known are taken to be like this one."""
+    """What a job has of its nodes: all memory, say, of which Slurm knows the size. Others are like this one."""
     sizes = [granted.get(name, here) for name in names]
     known, text = {}, ''        # type: Dict[str, int], str  # bytes that jobs may have in all, by node
     if not all(size.memory_bytes for size in sizes):
@@ -21731,8 +21718,7 @@ def find_cancellation(job_id: str) -> str:
 
 
 class AllocationWatch(Part):
-    """Follows the end of the Slurm job, which users and administrators may move (scontrol(1), TimeLimit).
-    What it finds stands in the Allocation."""
+    """Follows the end of the Slurm job, which people may move (scontrol(1), TimeLimit), for the Allocation."""
 
     def __init__(self, context: NodeContext) -> None:
         super().__init__(context)
@@ -21817,8 +21803,7 @@ class Wakeup:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.old_handlers)
 
     def wait(self, timeout_s: float, pending: Optional[PendingCall] = None) -> List[int]:
-        """Wait for a signal, the answer to a request, or the timeout; which signals came. SIGKILL stands for
-        the death of the keeper."""
+        """Wait for a signal, an answer, or the timeout; which signals came. SIGKILL: the keeper has died."""
         numbers = {self.reader, self.reader if pending is None else pending.fileno()}
         poll, found = select.poll(), b''    # select() knows no descriptors from 1024 on
         for number in numbers - {-1}:       # that of an answer which is here
@@ -21920,10 +21905,9 @@ class Shutdown(Part):
                                    job_id=attempt and attempt.id, pid=process.pid)
 
     def on_signal(self, number: int) -> None:
-        """The first asks jobs to end. A second SIGINT kills them, unless it is the first, by another way:
-        who signals a whole Slurm step means us and our keeper. Others often come in pairs: a shell sends
-        SIGHUP beside the terminal's, systemd(1) beside SIGTERM, the kernel SIGXCPU each second. SIGKILL: our
-        keeper was killed."""
+        """The first asks jobs to end. A second SIGINT kills them, unless it is the first, by another way: who
+        signals a whole Slurm step means our keeper, too. Others often come in pairs: a shell sends SIGHUP
+        beside the terminal's, systemd(1) beside SIGTERM, the kernel SIGXCPU each second."""
         now, name, config = time.monotonic(), signal.Signals(number).name, self.context.config
         is_first = self.interrupted_by is None
         if number == signal.SIGTERM and self.watch is not None:
@@ -22425,8 +22409,7 @@ def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: s
 
 
 def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
-    """Add to those that are gone what sacct says of their ends; it may also say that they are not gone.
-    `owner`: whose the workflow is."""
+    """Add to those that are gone what sacct says, also that they are not. `owner`: whose the workflow is."""
     records = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 6)} if reply.code == 0 else {}
     problem = f'sacct cannot be asked: {explain_reply(reply)}' if reply.code else 'sacct does not know it'
     for number, end in list(seen.gone.items()):
@@ -22465,17 +22448,15 @@ def describe_slurm_end(number: int, end: SlurmEnd) -> str:
 
 def evidence_of(seen: AllocationsSeen, now: float) -> List[Dict[str, Any]]:
     """What the server is told: `allocations` of sync_allocations. `now` is in seconds since the epoch."""
-    found = []
+    found = [{'slurm_job_id': number, 'is_queued': True, 'is_interrupted': True,
+              'reason': f'Slurm has put job {number} into the queue again'} for number in seen.requeued]
     for number, end in seen.gone.items():
-        row = {'slurm_job_id': number, 'reason': describe_slurm_end(number, end),
-               'is_interrupted': end.state in INTERRUPTED_STATES}
-        # a node that has failed Slurm may be at work all the same, cut off from it: its end says nothing
-        if end.ended_at is not None and end.state != 'NODE_FAIL':
-            row['ended_s'] = max(0.0, now - end.ended_at)
-        found.append(row)
-    return found + [{'slurm_job_id': number, 'is_queued': True, 'is_interrupted': True,
-                     'reason': f'Slurm has put job {number} into the queue again'}
-                    for number in seen.requeued]
+        # A node that has failed Slurm may be at work all the same, cut off from it: its end says nothing.
+        is_certain = end.ended_at is not None and end.state != 'NODE_FAIL'
+        found.append({'slurm_job_id': number, 'reason': describe_slurm_end(number, end),
+                      'is_interrupted': end.state in INTERRUPTED_STATES,
+                      **({'ended_s': max(0.0, now - end.ended_at)} if is_certain else {})})
+    return found
 
 
 def find_dead_nodes(nodes: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
@@ -22528,9 +22509,8 @@ class Comparison(Row):
 def report_duration(value_s: float) -> str:
     """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
     hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
-    if hours:
-        return f'{hours}h {minutes}m {seconds}s'
-    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
+    short = f'{minutes}m {seconds}s'
+    return f'{hours}h {short}' if hours else short if minutes else f'{value_s:.1f}s'
 
 
 def runtime_of(result: Dict[str, Any]) -> Optional[float]:
@@ -23126,8 +23106,7 @@ class Watcher:
         self.recovered_runs = counted.get('recovered_runs', [])        # type: List[int]
         self.scheduled_at = counted.get('scheduled_at')                # when allocations were last submitted
         self.idle_submissions = counted.get('idle_submissions', 0)     # in a row, that brought nothing yet
-        # When the watch began, and when it last submitted or recovered: the newest result, and how many
-        # allocations had ended badly.
+        # When it began, last submitted or recovered: the newest result, and how many allocations had been lost.
         self.last_result = counted.get('last_result')                  # type: Optional[int]
         self.ended_allocations = counted.get('ended_allocations', 0)
         self.event = counted.get('event', '')   # of the last poll: --notify has told of it
@@ -23168,8 +23147,7 @@ class Watcher:
 
     def look(self, found: Dict[str, Any], clock: float) -> None:
         """Take in what the server has found since `last_result`. A submission is idle until an attempt has
-        ended, or one was interrupted a while after it: allocations that end at once would else be replaced
-        for ever, and each of them is paid for."""
+        ended, or was interrupted a while later: what ends at once is paid for, and not replaced for ever."""
         self.seen, self.clock, status = found, clock, found['status']
         self.num_allocations = status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
         self.unserved = status.get('unserved_ready_labels') or {}
@@ -23249,8 +23227,7 @@ class Watcher:
     def judge_standstill(self, counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and nobody is at work."""
         seen, args, idle = self.seen, self.args, self.idle_submissions
-        # What `recover` begins it also submits, unless it was killed, or Slurm took nothing; and again when
-        # that was lost.
+        # What `recover` begins it submits, unless it was killed or Slurm took nothing; and again what was lost.
         is_recovered = self.recovered_runs[-1:] == [seen['run_id'] - 1]
         is_ours = args['recover'] and seen['had_allocations'] and (is_recovered or self.has_losses)
         if self.num_ready > 0 and (args['auto_schedule'] or is_ours) and seen['has_scheduler']:
