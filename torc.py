@@ -24724,15 +24724,13 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
         parts.append(f'{format_elapsed((total - done) * elapsed_s / finished)} left')
     line = ', '.join(parts)
     room = min(20, style.width - len(line) - 3)
-    eighths = 8 * room * done // max(total, 1)
     if not style.is_terminal:
         return line
     if room < 5:
         return cut(line, max(style.width - 1, 20))
-    full, part, empty = ('█', ' ▏▎▍▌▋▊▉'[eighths % 8], '░') if style.is_unicode else ('#', ' ', '.')
-    bar = (full * (eighths // 8) + part).rstrip()
-    painted = paint(bar, '31' if counts.get('failed') else '32', style)
-    return f'{painted}{empty * (room - len(bar))}  {line}'
+    full, empty = '█░' if style.is_unicode else '#.'
+    length = room * done // max(total, 1)
+    return f"{paint(full * length, '31' if counts.get('failed') else '32', style)}{empty * (room - length)}  {line}"
 
 
 # ======== 19a. Reports: errors in logs ========
@@ -30593,22 +30591,6 @@ def parse_filter(shown: ShownList, text: str) -> Dict[str, str]:
     return {shown.filters[word]: value for word, value in pairs}
 
 
-# What keys do to a workflow, or first to the chosen job: key, where it means something, what for, the command.
-# Commands ask before something is lost; what a dry run would do we ask about.
-COMMAND_KEYS = (
-    ('i', 'workflow', 'initialize it: all its jobs, in a new run', 'workflows init {workflow}'),
-    ('I', 'workflow', 'run again what changed', 'workflows reinit {workflow} --dry-run'),
-    ('y', 'job', 'run the chosen job again', 'jobs reset-status {job} --reinit --dry-run'),
-    ('y', 'workflow', 'run again all that failed', f'jobs reset-status --status {",".join(BROKEN_WORDS)} '
-     '--workflow-id {workflow} --reinit --dry-run'),
-    ('R', 'workflow', 'reset all its jobs', 'workflows reset-status {workflow}'),
-    ('C', 'workflow', 'cancel it, and its allocations', 'cancel {workflow}'),
-    ('d', 'workflow', 'delete it', 'delete {workflow}'),
-    ('x', 'workflow', 'run its jobs here, until Ctrl-C', 'run {workflow}'),
-    ('s', 'workflow', 'submit its allocations', 'submit {workflow}'),
-    ('W', 'workflow', 'watch it, and recover what fails', 'watch {workflow} --recover'),
-    ('V', 'workflow', 'run failed jobs again with what they lacked', 'recover {workflow} --dry-run'))
-
 # -------- the terminal --------
 
 class Terminal:
@@ -30687,7 +30669,7 @@ class Terminal:
             self.message = '' if key else self.message
             try:
                 for row in [row for row in rows if self.fits(row.where)][:1]:
-                    row.run(self, key)
+                    self.run_command(row.run) if isinstance(row.run, str) else row.run(self, key)
                 if key == 'KEY_RESIZE':
                     self.due_at = 0.0
             except TorcError as error:
@@ -30884,9 +30866,8 @@ class Terminal:
             text = text[:-1] if key == 'Backspace' else '' if key == '\x15' else text  # Ctrl-U
             text += key if len(key) == 1 and key.isprintable() else ''
 
-    def run_command(self, key: str) -> None:
+    def run_command(self, text: str) -> None:
         """Leave the terminal to a command, until a key is typed after its end."""
-        text = next(text for name, where, _, text in COMMAND_KEYS if name == key and self.fits(where))
         words = text.format(workflow=self.about['id'], job=self.job_id).split()
         self.screen.curses.endwin()
         is_done = not self.start(words)
@@ -30895,7 +30876,7 @@ class Terminal:
         self.session.ask('Enter: back to the view ')
         self.screen.window.clear()
         self.due_at = 0.0
-        if key == 'd' and is_done:
+        if words[0] == 'delete' and is_done:
             self.show_view('Workflows')
 
     def start(self, words: Sequence[str]) -> int:
@@ -30908,16 +30889,6 @@ class Terminal:
         finally:
             signal.signal(signal.SIGINT, handler)
 
-    def set_priority(self, key: str) -> None:
-        """Change a job's priority."""
-        job_id = self.job_id
-        text = self.ask(f'priority of job {job_id} (higher ones are claimed first): ', '')
-        if text:
-            if not re.match(r'-?[0-9]{1,9}\Z', text):
-                raise BadInput(f'{text!r} is not a whole number')
-            self.client.call('update_job', {'priority': int(text)}, job_id=job_id)
-            self.message, self.due_at = f'Job {job_id} has priority {text}', 0.0
-
     def help(self, key: str) -> None:
         """What the keys do."""
         lines = format_rows(((row.names, row.help) for row in KEYS), columns=78).splitlines()
@@ -30929,9 +30900,10 @@ class Key(Row):
     names: str
     where: str              # it means something: see Terminal.fits()
     help: str
-    run: Callable[[Terminal, str], Any]
+    run: Any                # a method; or a command about the workflow, or the chosen job
 
 
+# Commands ask before something is lost; what a dry run would do we ask about.
 KEYS = (
     Key('Up Down PgUp PgDn k j g G', '', 'move; g: to the begin, G: to the end, where a log is followed',
         Terminal.move),
@@ -30950,8 +30922,18 @@ KEYS = (
     Key('e', 'workflow', 'events of a workflow', lambda terminal, _: terminal.go_to('Events')),
     Key('l', 'job', 'what a job prints', lambda terminal, _: terminal.show_over(
         JobLog(terminal.client, terminal.job_id, 'stdout'))),
-    Key('p', 'job', "change a job's priority", Terminal.set_priority),
-    *(Key(key, where, words, Terminal.run_command) for key, where, words, _ in COMMAND_KEYS),
+    Key('i', 'workflow', 'initialize it: all its jobs, in a new run', 'workflows init {workflow}'),
+    Key('I', 'workflow', 'run again what changed', 'workflows reinit {workflow} --dry-run'),
+    Key('y', 'job', 'run the chosen job again', 'jobs reset-status {job} --reinit --dry-run'),
+    Key('y', 'workflow', 'run again all that failed', f'jobs reset-status --status {",".join(BROKEN_WORDS)} '
+        '--workflow-id {workflow} --reinit --dry-run'),
+    Key('R', 'workflow', 'reset all its jobs', 'workflows reset-status {workflow}'),
+    Key('C', 'workflow', 'cancel it, and its allocations', 'cancel {workflow}'),
+    Key('d', 'workflow', 'delete it', 'delete {workflow}'),
+    Key('x', 'workflow', 'run its jobs here, until Ctrl-C', 'run {workflow}'),
+    Key('s', 'workflow', 'submit its allocations', 'submit {workflow}'),
+    Key('W', 'workflow', 'watch it, and recover what fails', 'watch {workflow} --recover'),
+    Key('V', 'workflow', 'run failed jobs again with what they lacked', 'recover {workflow} --dry-run'),
     Key('?', 'view', 'this help', Terminal.help),
     Key('q', 'view', 'quit', lambda terminal, _: setattr(terminal, 'is_over', True)),
 )
