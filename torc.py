@@ -12090,14 +12090,6 @@ SHOWN_LISTS = (
 )
 
 
-@functools.lru_cache(maxsize=None)
-def describe_lists() -> List[Values]:
-    """The same for the page."""
-    return [{'name': one.name, 'path': OPERATIONS[one.op].path, 'sortable': one.sortable, 'filters': one.filters,
-             'asks': one.asks, 'opens': one.opens,
-             'columns': [{'title': title, 'key': key} for title, _, key in one.parts]} for one in SHOWN_LISTS]
-
-
 # ======== 10. State files: who serves a database, and how its clients find out ========
 #
 # Beside a database `torc.db` lie its state files, each 0600: torc.db.token (kept across restarts),
@@ -12258,23 +12250,19 @@ def is_of_a_copy(database: str, state: Dict[str, Any]) -> bool:
     return is_other and was_here(state) and not is_missing(named)       # else it was moved
 
 
-def read_state(path: str, *names: str) -> Optional[Dict[str, Any]]:
-    """What a state file says, that has texts of these names. None without one, or if it came with a copy."""
+def read_server_file(path: str, *names: str) -> Dict[str, Any]:
+    """What a connection file says of a server, running or not, or another file that has texts of these names.
+    {} if there is none, or it came with a copy."""
     try:
         found = parse_json(read_private(path))
     except FileNotFoundError:
-        return None
+        return {}
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in names):
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in names or ['url']):
         raise Denied(f'{path} is damaged: remove it')
     database, ending = os.path.splitext(path)
-    return None if ending in ('.connection', '.memory') and is_of_a_copy(database, found) else found
-
-
-def read_server_file(path: str) -> Optional[Dict[str, Any]]:
-    """What a connection file says of a server, running or not. None if there is none, or it was copied."""
-    return read_state(path, 'url')
+    return {} if ending in ('.connection', '.memory') and is_of_a_copy(database, found) else found
 
 
 # -------- the registered server --------
@@ -12295,8 +12283,8 @@ def read_registration() -> Optional[Dict[str, Any]]:
         is_own = os.lstat(registration_path()).st_uid == os.geteuid()
     except OSError:
         return None
-    found = read_server_file(registration_path()) if is_own else None
-    return found if found and found.get('database') else None
+    found = read_server_file(registration_path()) if is_own else {}
+    return found if found.get('database') else None
 
 
 def other_database(database: str) -> str:
@@ -12343,7 +12331,7 @@ class Lease:
             if lives or first and found != first:
                 raise Conflict(self.describe(found))
             if lives is False or takes_over or silent_s >= 3 * self.PERIOD_S:
-                return self.succeed(found, lives is False)
+                return self.succeed(seen_at, lives is False)
             if not silent_s:
                 log.warning('%s. Waiting for %g s to see whether it is renewed', self.describe(found),
                             3 * self.PERIOD_S)
@@ -12384,11 +12372,8 @@ class Lease:
         self.looked_at = self.clock()
         return True
 
-    def succeed(self, found: Dict[str, Any], is_dead: bool) -> None:
-        """Take the place of a lease that nobody renews any more. Conflict if it was renewed, or is taken."""
-        seen_at = self.clock()
-        if self.read() != found:
-            raise Conflict(self.describe(self.read() or found))
+    def succeed(self, seen_at: float, is_dead: bool) -> None:
+        """Take the place of a lease that nobody renewed until we looked. Conflict if it is taken meanwhile."""
         write_atomically(self.path, format_json(self.mine).encode())
         # Whoever has seen the same writes its own within PAUSE_S: the last one stays. One that was held up
         # for longer may have displaced a holder, who looks once a period; so does one that lives all the
@@ -12477,8 +12462,8 @@ def find_live_file(database: str, takes_over: bool) -> str:
     """Path of the live file that a killed server of a database has left, or ''. Callers have its lock.
     Conflict if that server lives, Refused if the live file is in another host's memory."""
     path = database + '.memory'
-    found = read_state(path, 'path', 'database')
-    if found is None:
+    found = read_server_file(path, 'path', 'database')
+    if not found:
         with contextlib.suppress(OSError):      # it came with a copy, whose original may go later
             os.unlink(path)
         return ''
@@ -12767,13 +12752,10 @@ def read_figures(wanted: SeriesWanted) -> Dict[str, Any]:
     return {'figures': figures, 'note': note}
 
 
-# What verbs answer that is to be read from files, where no lock is held -> what reads it.
-FILE_READERS = {JobOutput: read_output, SeriesWanted: read_figures}     # type: Dict[type, Callable]
-
-
 def read_files(value: Any) -> Any:
-    """What a verb has answered, with what it only points to."""
-    return FILE_READERS[type(value)](value) if type(value) in FILE_READERS else value
+    """What a verb has answered, with what it only points to: files are read where no lock is held."""
+    reader = {JobOutput: read_output, SeriesWanted: read_figures}.get(type(value))    # type: Any
+    return reader(value) if reader else value
 
 
 # ======== 10a. Framing: bytes <-> requests and answers, and what secures them on the way ========
@@ -12962,11 +12944,9 @@ def open_tls(certificate: str, key: str) -> Any:
             raise Denied(f'other users can read the key in {path}: `chmod o= {shlex.quote(path)}`; '
                          'it may be known already')
         context.load_cert_chain(certificate, key or None, refuse_encrypted)
-    except ssl.SSLError as error:
-        if error.reason == 'KEY_VALUES_MISMATCH':
-            raise BadInput(f'the key in {key} is not that of the certificate in {certificate}') from None
-        raise BadInput(f'{certificate} and {key or "no --tls-key"} are not a certificate '
-                       'and its key in PEM form') from None
+    except ssl.SSLError:
+        raise BadInput(f'{certificate} and {key or "no --tls-key"} are not a certificate and its key, '
+                       'both in PEM form') from None
     except OSError as error:
         raise BadInput(f'cannot read {error.filename or certificate}: {error.strerror}') from None
     return context
@@ -13225,11 +13205,7 @@ class Users:
         if not known:       # like one of the users, always the same one: nobody learns who exists
             number = int.from_bytes(self.digest(user, b''), 'big')
             stored = sorted(hashes.values())[number % len(hashes)]
-        try:
-            is_right = matches_password(stored, password)
-        except Exception:   # border: a check that fails is a wrong password
-            log.exception('a password could not be checked')
-            return False
+        is_right = matches_password(stored, password)
         return is_right and bool(known) and self.hashes.get(user) == stored     # or it was read again
 
 
@@ -13267,8 +13243,9 @@ MAX_SESSIONS = 256                  # at once; the one that was used least latel
 class BrowserSession(Row):
     """A browser that is logged in."""
     identity: Identity
-    word: str                   # that its page sends
     stored: bytes               # the hash of its user's password when it logged in
+    cookie: str
+    word: str                   # that its page sends
 
 
 class Browsers:
@@ -13298,15 +13275,14 @@ class Browsers:
                          f'`{program_name()} open` gives another one', http=401)
         return identity
 
-    def begin(self, identity: Identity, stored: bytes) -> Tuple[str, str]:
-        """A new session: cookie and word."""
-        cookie, word = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    def begin(self, identity: Identity, stored: bytes) -> BrowserSession:
+        """A new session."""
+        session = BrowserSession(identity, stored, secrets.token_urlsafe(32), secrets.token_urlsafe(32))
         with self.lock:
             while len(self.sessions) >= MAX_SESSIONS:
                 self.sessions.popitem(last=False)
-            session = BrowserSession(identity, word, stored)
-            self.sessions[cookie] = session, time.monotonic() + SESSION_LASTS_S
-        return cookie, word
+            self.sessions[session.cookie] = session, time.monotonic() + SESSION_LASTS_S
+        return session
 
     def find(self, head: RequestHead) -> BrowserSession:
         """The session of a request. Denied if it has none, or no more."""
@@ -13325,10 +13301,7 @@ class Browsers:
 
     def end(self, head: RequestHead) -> None:
         """Log the browser out that sends this. Denied if it is not logged in."""
-        session = self.find(head)
-        with self.lock:
-            for cookie in [one for one, (found, _) in self.sessions.items() if found is session]:
-                del self.sessions[cookie]
+        self.sessions.pop(self.find(head).cookie, None)
 
 
 class Authenticator:
@@ -13867,17 +13840,19 @@ class Connection:
         if self.identity.user:
             database = self.torc.store.file_path
             above, name = os.path.split(os.path.dirname(database))
-            answer.update(is_owner=self.identity.is_owner, database=database, directory=(
-                above if name == DEFAULT_OUTPUT_DIR else os.path.dirname(database)),
-                signs=SIGNS, lists=describe_lists())
+            lists = [dict(one._asdict(), path=OPERATIONS[one.op].path, sortable=one.sortable,
+                          filters=one.filters, columns=[{'title': title, 'key': key} for title, _, key in one.parts])
+                     for one in SHOWN_LISTS]
+            answer.update(is_owner=self.identity.is_owner, database=database, signs=SIGNS, lists=lists, directory=(
+                above if name == DEFAULT_OUTPUT_DIR else os.path.dirname(database)))
         if method == 'DELETE':
             access.browsers.end(self.head)
         if method == 'POST':
             identity = access.log_in(parse_login(body))
-            cookie, word = access.browsers.begin(identity, access.stored_hash(identity))
-            answer['session'] = word
-            fields = (f'set-cookie: {access.browsers.cookie}={cookie}; HttpOnly; SameSite=Strict; Path=/'
-                      f'{"" if self.torc.tls is None else "; Secure"}\r\n')
+            session = access.browsers.begin(identity, access.stored_hash(identity))
+            answer['session'] = session.word
+            fields = (f'set-cookie: {access.browsers.cookie}={session.cookie}; HttpOnly; SameSite=Strict; '
+                      f'Path=/{"" if self.torc.tls is None else "; Secure"}\r\n')
         return 200, format_json(answer).encode(), fields
 
     def ask(self, body: bytearray) -> Tuple[int, Any]:
@@ -14589,7 +14564,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
     finally:
         for path in paths * (not goes_on()):
             with contextlib.suppress(OSError, Denied):      # it was removed already
-                if (read_server_file(path) or {}).get('server_id') == server_id:
+                if read_server_file(path).get('server_id') == server_id:
                     os.unlink(path)
 
 
@@ -14732,15 +14707,10 @@ def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to:
             log.setLevel(logging.INFO)      # whatever the command that needed it logs
         end = f'torc: process {os.getpid()}; to stop it: kill {os.getpid()}\n'
         serve_database(options, lambda text: say_once(pipe, 'ready ', text, end))
-    except Conflict as error:
-        if pipe.closed:     # it has served, and another process has the database now
-            log.error('%s', error)
-        else:
-            log.info('not needed: %s', error)
-        say_once(pipe, 'taken ', error.message)
     except TorcError as error:
-        log.error('%s', error)
-        say_once(pipe, 'refused ', error.message)
+        is_needed = pipe.closed or not isinstance(error, Conflict)      # else another process has the database
+        log.log(logging.ERROR if is_needed else logging.INFO, '%s', error)
+        say_once(pipe, 'refused ' if is_needed else 'taken ', error.message)
     except BaseException as error:
         say_once(pipe, f'{type(error).__name__}: {error}')
         raise
@@ -14845,12 +14815,10 @@ class StreamEvent(Row):
 
 
 def parse_event(block: bytes) -> StreamEvent:
-    """The lines of one server-sent event (WHATWG HTML, 9.2.6). ConnectionError if its data are not JSON."""
-    fields = {}     # type: Dict[str, str]
-    for line in block.decode('utf-8', 'replace').split('\n'):
-        name, _, value = line.partition(':')
-        value = value[1:] if value[:1] == ' ' else value
-        fields[name] = fields['data'] + '\n' + value if name == 'data' and name in fields else value
+    """The lines of one server-sent event (WHATWG HTML, 9.2.6). ConnectionError if its data are not JSON, which
+    stands in one line."""
+    pairs = (line.partition(':') for line in block.decode('utf-8', 'replace').split('\n'))
+    fields = {name: value.strip() for name, _, value in pairs}
     if 'data' not in fields:
         return StreamEvent(fields.get('id', ''), '', None)
     try:
@@ -15121,7 +15089,7 @@ def explain_absence(server: Dict[str, Any], reason: str) -> str:
             f"  to forget the server:               rm {' '.join(map(shlex.quote, paths))}")
 
 
-def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
+def find_server_file(url: str, token_file: str) -> Dict[str, Any]:
     """What a connection file says of the server that answers at a URL, or has moved on from there; or {}. Of
     these: that beside the token's file, the usual ones, and that of the registered server. A job has been
     told an address at its start; the file beside that of the token knows the next one of one that travels."""
@@ -15129,7 +15097,7 @@ def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
     usual = [path + '.connection' for path in (default_database(), os.path.abspath(EMBEDDED_DATABASE))]
     for path in [beside] * bool(beside) + usual + [registration_path()]:
         with contextlib.suppress(Denied, OSError):      # not ours to tell
-            server = read_server_file(path) or {}
+            server = read_server_file(path)
             has_moved = path == beside and server.get('travels') and server.get('token_file') == token_file
             is_over = process_lives(server) is False
             if has_moved or server and not is_over and serves_address(server, parse_url(url)):
@@ -15215,11 +15183,6 @@ class Connector:
     def in_memory(self) -> bool:
         """Whether the embedded server in use has its database in memory."""
         return bool(self.database and self.server.get('in_memory')) and not self.is_lasting
-
-    @property
-    def travels(self) -> bool:
-        """Whether its server lives in allocations: one that does not answer goes on in the next one."""
-        return bool(self.server.get('travels'))
 
     @property
     def is_direct(self) -> bool:
@@ -15328,7 +15291,7 @@ class Connector:
     def read_server(self) -> Dict[str, Any]:
         """What a connection file says of the server now, running or not; {} if there is none."""
         if not self.named_url:
-            found = read_server_file(self.registration or self.database + '.connection') or {}
+            found = read_server_file(self.registration or self.database + '.connection')
             is_other = self.registration and found.get('database') != self.database    # registered since
             return {} if is_other else found
         found = find_server_file(self.named_url, self.token_file)
@@ -15670,7 +15633,7 @@ class Client(Connector, Operations):
         """End the embedded server that we have started, though runners elsewhere may use it. Slurm kills it
         with our allocation, whatever it does; one that ends by itself gives the database back."""
         path = self.database + '.connection'
-        found = read_server_file(path) or {}
+        found = read_server_file(path)
         if found.get('is_embedded') and was_here(found) and process_lives(found):
             with contextlib.suppress(OSError):
                 os.kill(found['pid'], signal.SIGTERM)
@@ -23406,7 +23369,7 @@ def host_status(order: Order) -> HostAnswer:
     state = 'running' if is_at_work(worker) else 'ended' if worker else 'none'
     if state == 'ended':        # killed, perhaps, and its supervisor with it
         forget_server_of(stem)
-    server = read_server_file(stem + '.connection') or {}
+    server = read_server_file(stem + '.connection')
     needs_tunnel = state == 'running' and bool(server.get('travels')) and process_lives(server) is False
     return dict(worker, state=state, hostname=socket.gethostname(), needs_tunnel=needs_tunnel)
 
@@ -23515,7 +23478,7 @@ def hold_tunnel(stem: str, order: Order) -> Optional[HostAnswer]:
         readable, _, _ = select.select([0], [], [], 1.0)
         if readable and not os.read(0, 1):
             return None
-        if (read_server_file(stem + '.connection') or {}).get('pid', os.getpid()) != os.getpid():
+        if read_server_file(stem + '.connection').get('pid', os.getpid()) != os.getpid():
             return {'state': 'taken'}       # by another connection: a host may have two names
     return host_status(order)
 
@@ -29718,7 +29681,8 @@ class Supervision:
         """Wait for a server that is away, or a database that others have, unless that has lasted too long."""
         now = time.monotonic()
         self.silent_at = now if self.silent_at is None else self.silent_at
-        will_go_on = isinstance(error, Unreachable) and self.session.client.travels
+        # A server that lives in allocations goes on in the next one.
+        will_go_on = isinstance(error, Unreachable) and self.session.client.server.get('travels')
         if self.args['once'] or now - self.silent_at >= self.window_s and not will_go_on:
             self.say(f'given up: {error.message}', 'error')
             raise error
