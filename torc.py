@@ -20454,11 +20454,13 @@ class Actions(Part):
 class Completions(Part):
     """Ends of attempts: judged, tried again or not, reported, and counted when they are acknowledged."""
 
-    def __init__(self, context: NodeContext, policy: ClaimPolicy, starter: Any, measure: Any) -> None:
+    def __init__(self, context: NodeContext, policy: ClaimPolicy, starter: Any, monitor: Any,
+                 accounting: Any) -> None:
         super().__init__(context)
         self.policy = policy
         self.starter = starter
-        self.measure = measure      # what jobs use: Monitor, or Accounting where they are steps
+        self.monitor = monitor
+        self.measure = accounting or monitor    # has seen what jobs use
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         self.most_bytes = context.options.max_output_bytes  # of each file that a job prints to; None: no limit
         self.cut_at = math.inf if self.most_bytes is None else 0.0      # monotonic; the next look at them
@@ -20522,7 +20524,7 @@ class Completions(Part):
         verdict = self.starter.judge(attempt)
         if verdict is None:
             return
-        verdict = self.measure.judge_memory(attempt, verdict)
+        verdict = self.monitor.judge_memory(attempt, verdict)
         if allocation is not None and allocation.canceled and verdict.status == 'terminated' \
                 and not verdict.is_interrupted:
             verdict = Verdict('failed', ORPHAN_RETURN_CODE, allocation.canceled)
@@ -20779,7 +20781,7 @@ class Dispatcher(Part):
         process, timeout_s = attempt.process, self.timeout_of(attempt)
         self.attempts.change(attempt, 'running')
         self.policy.moved_at = process.started
-        self.completions.measure.add(attempt)
+        self.completions.monitor.add(attempt)
         if timeout_s:
             attempt.limit_at = process.started + timeout_s
         self.link.report('started', [[*attempt.key, format_time(process.started_at)]], START_REPORT_S)
@@ -20937,8 +20939,8 @@ class Monitor(Part):
         self.checks = {}            # type: Dict[Attempt, Errand]  # of who seems to be above its limit
 
     def add(self, attempt: Attempt) -> None:
-        """A job was started."""
-        if self.settings.jobs:
+        """A job was started. What srun uses here is not what its step does."""
+        if self.settings.jobs and not self.context.in_steps:
             process = attempt.process
             limit_bytes = attempt.needs.memory_bytes if self.context.config['limit_resources'] else 0
             tree = JobTree(process.pid, process.mark, process.started,
@@ -21016,7 +21018,7 @@ class Monitor(Part):
         code, oom_exit_code = attempt.end.return_code, self.context.config['oom_exit_code']
         if attempt.stopped_for == 'memory' and code:
             return Verdict('failed', oom_exit_code, attempt.reason)
-        is_killed = code == 128 + signal.SIGKILL and not attempt.stopped_for
+        is_killed = code == 128 + signal.SIGKILL and not (attempt.stopped_for or self.context.in_steps)
         if verdict.status == 'failed' and is_killed and self.oom_kills.take():
             return Verdict('failed', oom_exit_code, 'killed by the kernel for lack of memory '
                            f'({self.oom_kills.path} counts it): allow more memory, or run fewer jobs at once')
@@ -21377,9 +21379,9 @@ def choose_mode(context: NodeContext) -> bool:
 
 # ======== 16f. Runner's accounting: sstat while steps run, sacct when they have ended ========
 #
-# What measures steps, with the public names of the Monitor (16d). One sstat samples all steps, one sacct
-# reads all that have ended, and neither is waited for: however many steps there are, there is at most an
-# sstat each sample, and a sacct each SACCT_PAUSE_S while the end of a job cannot be judged without it, else
+# What measures steps, in place of the Monitor (16d). One sstat samples all steps, one sacct reads all that
+# have ended, and neither is waited for: however many steps there are, there is at most an sstat each
+# sample, and a sacct each SACCT_PAUSE_S while the end of a job cannot be judged without it, else
 # each SACCT_BATCH_S. Intervals begin with an answer. What a controller or an accounting that is down does not
 # say is missing in the results, and nothing else happens.
 
@@ -21404,9 +21406,6 @@ class Accounting(Part):
         self.ended = {}                 # type: Dict[Attempt, Step]  # of which sacct is still to be asked
         self.is_off = False             # there is no accounting here
 
-    def add(self, attempt: Attempt) -> None:
-        """The step of an attempt was started: see SlurmStarter.running."""
-
     def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
         """A step has ended, or there was none: fields of its result, from the end of the job and samples."""
         step = attempt.step
@@ -21417,11 +21416,6 @@ class Accounting(Part):
         usage = step.usage.fields(end.wall_s, end.cpu_s, end.peak_memory_bytes)
         self.monitor.series.end_job(attempt, usage)
         return usage
-
-    @staticmethod
-    def judge_memory(_: Attempt, verdict: Verdict) -> Verdict:
-        """Slurm keeps the limits of steps, and the starter has judged it."""
-        return verdict
 
     def due(self) -> float:
         """The next question, or the end of all waiting."""
@@ -22067,9 +22061,8 @@ class Runner:
         self.monitor = Monitor(context, starter)
         self.accounting = Accounting(context, starter, self.monitor) if context.in_steps \
             else None       # type: Optional[Accounting]
-        measure = self.accounting or self.monitor       # what srun uses here is not what the job does
         self.actions = Actions(context)
-        self.completions = Completions(context, self.policy, starter, measure)
+        self.completions = Completions(context, self.policy, starter, self.monitor, self.accounting)
         self.dispatcher = Dispatcher(context, self.completions, self.actions)
         watch = None if context.allocation is None else AllocationWatch(context)
         self.shutdown = Shutdown(context, watch, self.dispatcher)
@@ -22248,21 +22241,14 @@ def prepare_allocation(client: Any, context: NodeContext) -> None:
 
 
 def finish_allocation(runner: Runner, client: Any) -> None:
-    """What a runner in a Slurm job does when it has left the workflow, until a signal or its time's end."""
+    """What a runner in a Slurm job does when it has left the workflow, before its time's end."""
     context, left_s = runner.context, runner.context.end - time.monotonic()
-    is_stopped = runner.shutdown.interrupted_by is not None
-    limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
-
-    def ask(argv: List[str]) -> Reply:
-        errand = runner.launcher.begin(functools.partial(ask_program, argv, limit_s, query_variables()))
-        while not errand.look():
-            for number in set(runner.wakeup.wait(limit_s)) - {signal.SIGCHLD}:
-                raise Refused(f'{signal.Signals(number).name}: there is no time for it')
-        return errand.result or Reply(REPLY_NOT_STARTED, '', errand.error)
+    limit_s = min(LAST_QUERY_S, max(1.0, left_s - 1.0))
+    ask = functools.partial(ask_program, limit_s=limit_s, variables=query_variables())
     counts = runner.link.answer['jobs_by_status']       # what is blocked waits for others
     is_work_left = any(counts.get(STATUS_NAMES[code]) for code in (READY, *ACTIVE))
     try:
-        if is_stopped and not runner.link.answer['is_canceled']:
+        if runner.shutdown.interrupted_by is not None and not runner.link.answer['is_canceled']:
             note_requeue(context, client, ask)
         elif context.allocation.node_index == 0 and not is_work_left:
             cancel_surplus(context, client, ask)
