@@ -19963,7 +19963,13 @@ class ServerLink(Part):
     def act(self, now: float) -> None:
         """See whether the server is silent for too long, or keeps a request though something has come up."""
         if self.state == 'silent' and now >= self.window_ends_at:
-            self.go_offline(now)
+            ping_s, running = self.context.options.ping_interval_s, self.attempts.count('running')
+            self.state, self.planned_at = 'offline', now + ping_s       # the page's offline drain begins
+            self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
+                                   'warning', running=running, unreported=self.attempts.count('reported'))
+            if self.launcher.children and self.context.options.drains:
+                self.context.say('no job is started until the server is back, which is asked every '
+                                 f'{ping_s:g} s; what runs goes on', 'warning')
         if self.pending and self.waits_s and now >= self.planned_at and not self.pending.has_answer():
             self.pending.abandon()      # the next one lists what we hold
             self.pending, self.waits_s, self.is_doubtful = None, 0.0, True
@@ -20054,8 +20060,12 @@ class ServerLink(Part):
         self.is_doubtful, self.lease_ends_at = False, self.promised_until
         for kind, count in self.sent.items():
             del self.outbox[kind][:count]       # what came up meanwhile stays
-        if self.state != 'online':
-            self.set_online(now)
+        if self.state != 'online':      # it hears only now of what has ended: an outage is no idleness
+            self.state, self.worked_at, self.has_progressed = 'online', now, True
+            self.ended_at = self.ended_at if self.ended_at == -math.inf else now
+            self.context.say(f'the server answers again after {format_elapsed(now - self.silent_since)}')
+            if self.context.variables:      # its address may be another one now, for jobs that ask it
+                self.context.variables['TORC_API_URL'] = self.client.url
         self.retries.reset()
         self.answer, self.num_answers = answer, self.num_answers + 1
         return answer
@@ -20083,14 +20093,6 @@ class ServerLink(Part):
         return self.backoff.first_s if has_children else min(self.backoff.first_s, IDLE_WAIT_S)
 
     # ---- a server that does not answer ----
-
-    def set_online(self, now: float) -> None:
-        """The server answers again, and hears only now of what has ended: an outage is no idleness."""
-        self.state, self.worked_at, self.has_progressed = 'online', now, True
-        self.ended_at = self.ended_at if self.ended_at == -math.inf else now
-        self.context.say(f'the server answers again after {format_elapsed(now - self.silent_since)}')
-        if self.context.variables:      # its address may be another one now, for jobs that ask it
-            self.context.variables['TORC_API_URL'] = self.client.url
 
     def on_no_answer(self, error: TorcError) -> None:
         """Children go on, and the server is asked again: a new connection finds one that is back."""
@@ -20120,16 +20122,6 @@ class ServerLink(Part):
         if 'is_other' in self.error.details:    # what answers has another database: it is not waited for
             window_s = 0
         return min(self.silent_since + window_s, self.context.last_at)
-
-    def go_offline(self, now: float) -> None:
-        """The page's offline drain begins when the window is over, or our own time."""
-        context = self.context
-        self.state, self.planned_at = 'offline', now + context.options.ping_interval_s
-        context.log.write('Server unreachable past the retry window: entering offline-drain mode.', 'warning',
-                          running=self.attempts.count('running'), unreported=self.attempts.count('reported'))
-        if self.launcher.children and context.options.drains:
-            context.say('no job is started until the server is back, which is asked every '
-                        f'{context.options.ping_interval_s:g} s; what runs goes on', 'warning')
 
 
 class OfflineDrain(Part):
@@ -21426,8 +21418,6 @@ class Accounting(Part):
         steps = list(self.ended.values())
         if not steps:
             return math.inf
-        if self.context.leaving and not steps[-1].tries:
-            return max(steps[-1].ended_at + SACCT_FIRST_S, self.replied_at)
         awaited = [step for step in steps if self.context.leaving or step.is_awaited and step.state is None]
         first, rest_s = (awaited[0], SACCT_PAUSE_S) if awaited else (steps[0], SACCT_BATCH_S)
         return max(first.ended_at + SACCT_FIRST_S, self.replied_at + rest_s)
