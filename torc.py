@@ -24309,6 +24309,17 @@ def silent_runners(waiting: Dict[str, Any]) -> List[Dict[str, Any]]:
     return [row for row in waiting.get('runners', ()) if row['num_jobs'] and row['silent_s'] >= SILENT_S]
 
 
+def format_ready_group(group: Dict[str, Any]) -> str:
+    """A group of ready jobs, with what the first of them needs."""
+    needs = [counted(group['num_cpus'], 'CPU'), format_memory(group['memory_bytes'])]
+    needs += [counted(group['num_gpus'], 'GPU')] if group['num_gpus'] else []
+    needs += [counted(group['num_nodes'], 'node')] if group['num_nodes'] > 1 else []
+    needs += [f"label {','.join(group['labels'])}"] if group['labels'] else []
+    more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
+    return (f"{group['job_name']}{more} ({', '.join(needs)}, {format_elapsed(group['runtime_seconds'])}): "
+            f"{group['reason']}")
+
+
 def find_reasons(status: Dict[str, Any], program: str, is_part: bool) -> Iterator[Tuple[str, str]]:
     """(status, line): why jobs failed or were canceled, what others wait for. `program` begins the commands.
 
@@ -24346,11 +24357,9 @@ def find_reasons(status: Dict[str, Any], program: str, is_part: bool) -> Iterato
                           f"it for {format_elapsed(row['silent_s'])}; it has "
                           f"{counted(row['num_jobs'], 'job')}; "
                           f'if it is gone for certain: {program} workflows sync-status {number}')
-    for labels, count in (status.get('unserved_ready_labels') or {}).items():
-        yield 'ready', f"{counted(count, 'ready job', 'waits/wait')} for a runner with --label {labels}"
-    short = status.get('runtime_blocked_ready_jobs')
-    if short:
-        yield 'ready', f"no active node has enough time left for {counted(short, 'ready job')}"
+    for group in status.get('ready', ()):
+        if group['code'] == 'lacks':
+            yield 'ready', format_ready_group(group)
     if not counts['ready'] or status['is_canceled'] or status['active_compute_nodes']:
         return
     last = why.get('last_runner') or {}
@@ -24404,17 +24413,6 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
 
 
 # -------- why nothing runs --------
-
-def format_ready_group(group: Dict[str, Any]) -> str:
-    """A group of ready jobs, with what the first of them needs."""
-    needs = [counted(group['num_cpus'], 'CPU'), format_memory(group['memory_bytes'])]
-    needs += [counted(group['num_gpus'], 'GPU')] if group['num_gpus'] else []
-    needs += [counted(group['num_nodes'], 'node')] if group['num_nodes'] > 1 else []
-    needs += [f"label {','.join(group['labels'])}"] if group['labels'] else []
-    more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
-    return (f"{group['job_name']}{more} ({', '.join(needs)}, {format_elapsed(group['runtime_seconds'])}): "
-            f"{group['reason']}")
-
 
 def format_allocation(row: Dict[str, Any], now: float = 0.0) -> str:
     """An allocation: Slurm job, scheduler, how long it lasts, or what it waits for. `now` is in seconds."""
@@ -26003,16 +26001,15 @@ def cmd_reset_status(session: Session, args: Arguments) -> Any:
 
 def read_status(session: Session, workflow_id: int) -> Dict[str, Any]:
     """How far a workflow is, and why not further."""
-    status = session.call('get_workflow_status', workflow_id=workflow_id)
-    status['run_id'] = session.workflow(status['workflow_id']).get('run_id') or 0   # `reconcile` asks for it
-    status['explanation'] = call_addition(session.client, 'explain_workflow',
-                                          workflow_id=status['workflow_id'])
+    waiting = call_addition(session.client, 'explain_waiting', workflow_id=workflow_id)
+    status = waiting.get('status') or session.call('get_workflow_status', workflow_id=workflow_id)
+    status['run_id'] = session.workflow(workflow_id).get('run_id') or 0     # `reconcile` asks for it
+    status.update((key, waiting.get(key, {})) for key in ('explanation', 'ready'))
     status.setdefault('unserved_ready_labels', {})
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
         status['walltime_formatted'] = format_seconds(status['walltime_seconds'])
     if any(status[key] for key, _, _ in NODE_COUNTS):
-        waiting = call_addition(session.client, 'explain_waiting', workflow_id=status['workflow_id'])
         status['allocations'] = waiting.get('allocations', [])
         status['silent_runners'] = silent_runners(waiting)
     return status
@@ -26850,11 +26847,9 @@ def parse_object(text: str) -> Dict[str, Any]:
 
 def measure_directory(path: str, hash_mode: str) -> Tuple[int, int, Optional[str]]:
     """Number and size of the files below a directory, and the SHA-256 that Torc has of them. OSError."""
-    errors = []     # type: List[OSError]
-    tree = os.walk(path, onerror=errors.append)
-    found = [os.path.join(top, name) for top, _, names in tree for name in names]
-    for error in errors:
+    def stop(error: OSError) -> None:
         raise error
+    found = [os.path.join(top, name) for top, _, names in os.walk(path, onerror=stop) for name in names]
     files = {os.path.relpath(full, path): os.stat(full) for full in found if os.path.isfile(full)}
     if hash_mode == 'content':
         text = ''.join(f'{name}:{digest_file(os.path.join(path, name))[2]}\n' for name in sorted(files))
@@ -27549,10 +27544,8 @@ def report_reasons(session: Session, workflow_id: int) -> None:
     """Why jobs failed, and what the others wait for, in the words of `status` and `explain`."""
     with contextlib.suppress(TorcError):    # no server any more
         waiting = session.call('explain_waiting', workflow_id=workflow_id)
-        status, style = dict(waiting['status'], explanation=waiting['explanation']), style_of(session.err, {})
-        session.report(*format_reasons(status, style._replace(has_colour=False), command_line(session), True),
-                       *(f'  {format_ready_group(group)}' for group in waiting['ready']
-                         if group['code'] == 'lacks'))
+        status, style = dict(waiting, **waiting['status']), style_of(session.err, {})._replace(has_colour=False)
+        session.report(*format_reasons(status, style, command_line(session), True))
 
 
 def report_way_on(session: Session, workflow: Dict[str, Any], words: Optional[Sequence[str]],
