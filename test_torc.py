@@ -7010,8 +7010,7 @@ class FramingTest(unittest.TestCase):
                   'content-length: 1\r\nContent-Length: 1', 'content-length: -1', 'content-length: +1', 'content-length: 1, 1',
                   'content-length: 0x10', 'content-length: 99999999999', 'content-length: \xb2', 'content-length:')
         for status, text in [(400, line) for line in lines] + [(400, f'GET / HTTP/1.1\r\n{field}') for field in fields] + [
-                (501, 'POST / HTTP/1.1\r\ntransfer-encoding: chunked'), (501, 'POST / HTTP/1.1\r\ncontent-length: 3\r\nTransfer-Encoding: x'),
-                (431, 'GET / HTTP/1.1' + '\r\na: 1' * 101)]:
+                (501, 'POST / HTTP/1.1\r\ntransfer-encoding: chunked'), (501, 'POST / HTTP/1.1\r\ncontent-length: 3\r\nTransfer-Encoding: x')]:
             with self.subTest(text=text[:60]), self.assertRaises(torc.BadInput) as caught:
                 torc.parse_head(text.encode('latin-1'))
             self.assertEqual(status, caught.exception.http, text[:60])
@@ -7508,39 +7507,34 @@ class PageServerTest(WorldTest):
 
 
 class Reader:
-    """Somebody who reads a stream of events on a socket."""
+    """Somebody who reads a stream of events, as a client does."""
 
-    def __init__(self, port: int, path: str, last_id: str = '', receive_bytes: int = 0, **fields: str) -> None:
-        self.socket = socket.socket()
-        self.close = self.socket.close
-        if receive_bytes:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        self.socket.settimeout(10)
-        self.socket.connect(('127.0.0.1', port))
-        self.socket.sendall(http_request('GET', torc.API_PREFIX + path, last_event_id=last_id, **fields))
-        self.data = b''
-        self.head = self.until(b'\r\n\r\n').decode()
+    def __init__(self, port: int, path: str, last_id: str = '', **fields: str) -> None:
+        self.wire = torc.HttpConnection(torc.parse_url(f'http://127.0.0.1:{port}'))
+        self.wire.fields += ''.join(f'{name}: {value}\r\n' for name, value in fields.items())
+        self.source = self.wire.stream(torc.API_PREFIX + path, last_id, time.monotonic() + 20)
+        self.events = itertools.chain([next(self.source)], self.source)     # it was let in
 
-    def until(self, end: bytes) -> bytes:
-        """What comes up to an end."""
-        while end not in self.data:
-            data = self.socket.recv(65536)
-            assert data, self.data
-            self.data += data
-        found, _, self.data = self.data.partition(end)
-        return found
-
-    def has_ended(self) -> bool:
-        """Whether the server closes before long."""
-        deadline = time.monotonic() + 5.0
-        while time.monotonic() < deadline:
-            if not self.socket.recv(65536):
-                return True
-        return False
+    def close(self) -> None:
+        """Hang up."""
+        self.source.close()
+        self.wire.close()
 
     def event(self) -> Any:
         """The next event; an id alone or a sign of life counts as one."""
-        return torc.parse_event(self.until(b'\n\n'))
+        return next(self.events)
+
+    def wait_quiet(self) -> None:
+        """Until there is a sign of life."""
+        while any(self.event()):
+            pass
+
+    def has_ended(self) -> bool:
+        """Whether the server closes before long."""
+        with contextlib.suppress(ConnectionResetError):
+            collections.deque(self.events, 0)
+            return False
+        return True
 
     def types(self, last: str) -> List[str]:
         """Types of the events up to one that ends it."""
@@ -7577,7 +7571,6 @@ class StreamTest(ServedTest):
         """One more reader of the workflow, which has been let in."""
         reader = Reader(self.server.port, f'/workflows/{self.workflow_id}/events/stream{query}', **how)
         self.addCleanup(reader.close)
-        self.assertTrue(reader.head.startswith('HTTP/1.1 200 OK\r\n'), reader.head)
         return reader
 
     def tell(self, event_type: str, severity: str = 'info', count: int = 1, **data: Any) -> None:
@@ -7596,14 +7589,10 @@ class StreamTest(ServedTest):
         self.set_constant('KEEP_ALIVE_S', 0.05)
         self.tell('early')
         reader = self.read()
-        self.assertIn('content-type: text/event-stream\r\nconnection: close', reader.head)
-        self.assertNotIn('content-length', reader.head)
         first = reader.event()
-        reader.until(b':\n\n')     # comments, while it is quiet
+        reader.wait_quiet()
         self.tell('done', 'error', text='ü\n')
-        event = reader.event()
-        while not event.type:
-            event = reader.event()
+        event = next(event for event in reader.events if event.type)
         self.assertEqual(('', re.sub('0$', '1', first.id), 'done'), (first.type, event.id, event.type))
         self.assertEqual({'workflow_id': self.workflow_id, 'timestamp': event.data['timestamp'], 'event_type': 'done', 'severity': 'error',
                           'data': {'text': 'ü\n', 'n': 0}}, event.data)
@@ -7627,7 +7616,7 @@ class StreamTest(ServedTest):
         reader = self.read(last_id=f'{epoch}-10')
         self.assertEqual(('warning', {'dropped': 80}, f'{epoch}-90'), (lambda event: (event.type, event.data, event.id))(reader.event()))
         self.assertEqual(f'{epoch}-91', reader.event().id)
-        for last_id in ('0123456789ab-10', f'{epoch}-176', f'{epoch}-x', f'{epoch}--1', f'{epoch}', 'rubbish', '\xff'):
+        for last_id in ('0123456789ab-10', f'{epoch}-176', f'{epoch}-x', f'{epoch}--1', f'{epoch}', 'rubbish'):
             event = self.read(last_id=last_id).event()
             self.assertEqual(('warning', None, f'{epoch}-175'), (event.type, event.data['dropped'], event.id), last_id)
 
@@ -7654,8 +7643,7 @@ class StreamTest(ServedTest):
         self.tell('last')
         self.server.stop()
         self.assertEqual(['', 'last'], reader.types('last'))
-        self.assertEqual(b'', reader.socket.recv(10))
-        self.assertFalse(self.server.is_alive())
+        self.assertEqual((True, False), (reader.has_ended(), self.server.is_alive()))
 
     def test_what_is_not_committed_is_not_sent(self) -> None:
         reader, node = self.read(), dict(TurnTest.NODE, workflow_id=self.workflow_id)
@@ -7681,11 +7669,10 @@ class StreamTest(ServedTest):
                      lambda: ask('DELETE', '/access_groups/2/members/bob')):
             readers = [self.read(authorization=field) for field in (owner, bob)]
             for reader in readers:
-                reader.until(b':\n\n')
+                reader.wait_quiet()
             take()
             self.assertTrue(readers[1].has_ended())
-            readers[0].data = b''
-            readers[0].until(b':\n\n')     # as before
+            readers[0].wait_quiet()     # as before
             bob = login('bob', 'another one')
 
 
@@ -7880,8 +7867,7 @@ class ServerTest(ServedTest):
                 # one waits for leave, the other one does not, and still gets to read why
                 ([413], b'are allowed here', http_request('POST', self.PATH, content_length=str(too_long), expect='100-continue'),
                  http_request('POST', self.PATH, b'x' * too_long)),
-                ([414], b'request line is longer', b'GET /' + b'x' * 20000),
-                ([431], b'header fields', b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000),
+                ([431], b'header fields are longer', b'GET /' + b'x' * 70000, b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000),
                 ([501], b'is not supported', http_request('POST', '/', transfer_encoding='chunked') + b'5\r\nGET /\r\n0\r\n\r\n')):
             for data in requests:
                 with self.subTest(expected=expected, data=data[:60]), self.server.connect() as client:
@@ -19717,14 +19703,14 @@ class PageTest(FlowTest):
         self.assertExit(0, self.world.main('create', self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')))
         self.log_in()
         self.go('w/1')
-        self.browser.wait('=live')
+        self.browser.wait('=What it is about')
         self.browser.press('Log out', 'header')
         self.browser.wait('=You are logged out')
         self.browser.open(self.address)
         self.browser.wait('=this key was used')
         self.log_in()
         self.go('w/1')
-        self.browser.wait('=live')
+        self.browser.wait('=What it is about')
         port = int(self.world.url.split(':')[2].split('/')[0])
         self.world.server.kill()
         self.browser.wait('=the server is away')
@@ -20236,7 +20222,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34299
+TORC_LINES = 34260
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

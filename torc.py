@@ -12771,9 +12771,7 @@ PAGE_PATH, LOGIN_PATH = '/', '/login'   # ... as the first of these, and a login
 MAX_LOGIN_BYTES = 4096              # of a body that comes from anybody
 STATIC_PATHS = (*OPEN_PATHS, API_PREFIX + '/ping')      # answered without a verb and without the store ...
 OK_BODY = b'{"status":"ok"}'                            # ... with this
-MAX_REQUEST_LINE_BYTES = 16 * 1024  # Apache takes 8 KiB; a query may name many ids
-MAX_HEAD_BYTES = 64 * 1024
-MAX_FIELDS = 100                    # as in Apache (LimitRequestFields)
+MAX_HEAD_BYTES = 64 * 1024          # a query may name many ids
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
 REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
 # Neither blanks before the colon nor lines that go on in the next: both are refused (RFC 9112, 5.1 and 5.2).
@@ -12812,8 +12810,6 @@ def parse_head(data: bytes) -> RequestHead:
     match = REQUEST_LINE.match(line)
     if not match:
         raise BadInput('the request line is not that of HTTP/1.1', http=400)
-    if rest.count('\r\n') > MAX_FIELDS:
-        raise BadInput(f'more than {MAX_FIELDS} header fields', http=431)
     if not FIELD_LINES.match(rest):
         raise BadInput('a header field is malformed', http=400)
     fields = {}     # type: Dict[str, str]
@@ -13010,10 +13006,8 @@ def take_head(received: bytearray, names: Set[str], scheme: str) -> Optional[Req
         hint = ' but a hello of TLS: write http:// in the address' if received[0] == 22 else ''
         raise BadInput(f'this is not a request of HTTP/1.1{hint}', http=400)
     end = received.find(b'\r\n\r\n')
-    if received.find(b'\r\n', 0, MAX_REQUEST_LINE_BYTES) < 0 and len(received) > MAX_REQUEST_LINE_BYTES:
-        raise BadInput(f'the request line is longer than {MAX_REQUEST_LINE_BYTES} bytes', http=414)
     if (len(received) if end < 0 else end) > MAX_HEAD_BYTES:
-        raise BadInput(f'the header fields are longer than {MAX_HEAD_BYTES} bytes', http=431)
+        raise BadInput(f'request line and header fields are longer than {MAX_HEAD_BYTES} bytes', http=431)
     if end < 0:
         return None
     head = parse_head(bytes(received[:end]))
@@ -33575,7 +33569,7 @@ function showPage(page) {{
 """
 
 APP_SCRIPT = r"""
-const API = '/torc-service/v1', ROW_PX = 26, CHUNK = 200, PIECE = 1 << 18, KEPT_PIECES = 16, EVERY_S = 5;
+const API = '/torc-service/v1', ROW_PX = 26, CHUNK = 200, PIECE = 1 << 18, KEPT_PIECES = 16, EVERY_MS = 2000;
 const RESTS = 10;       // so many times as long as an answer took nothing is asked: a large one costs the server much
 const BROKEN = ['failed', 'terminated', 'canceled'];
 let word = localStorage.getItem('torc-session') || '', server = {}, view = null;
@@ -33667,6 +33661,10 @@ function say(text, isError) {
 
 // ---- asking the server ----
 
+function sayAway(text) {
+  document.getElementById('away').textContent = text;
+}
+
 class LoggedOut extends Error {}
 
 async function request(method, path, body) {
@@ -33676,9 +33674,10 @@ async function request(method, path, body) {
   let answer;
   try {
     answer = await fetch(path, {method, headers, body: sent, signal});
+    sayAway('');
   } catch (error) {
     if (error.name === 'AbortError') throw error;
-    live('away');
+    sayAway('○ the server is away');
     throw new Error('the server does not answer');
   }
   if (answer.ok) return answer;
@@ -33700,62 +33699,28 @@ async function ask(method, path, body) {
 const get = (path, query = {}) => ask('GET', path + '?' + new URLSearchParams(
   Object.entries(query).flatMap(([name, value]) => [].concat(value).map(one => [name, one]))));
 
-const LIVE = {stream: ['●', 'live'], asking: ['◐', 'asking every few seconds'], away: ['○', 'the server is away']};
-function live(how) {
-  if (view) view.how = how;
-  document.getElementById('live').textContent = LIVE[how].join(' ');
-}
-
-async function follow(mine, workflow) {     // the event stream of a workflow, resumed after a break
-  let last = '';
-  while (!mine.gone.signal.aborted) {
-    try {
-      const headers = {...word && {'torc-session': word}, ...last && {'last-event-id': last}};
-      const answer = await fetch(`${API}/workflows/${workflow}/events/stream`, {headers, signal: mine.gone.signal});
-      if (!answer.ok) throw new Error('no stream');
-      live('stream');
-      mine.isDue = true;
-      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-      for (let left = '', piece; !(piece = await reader.read()).done;) {
-        const blocks = (left + piece.value).split('\n\n');
-        left = blocks.pop();
-        for (const block of blocks) {
-          last = (/^id: (.*)$/m.exec(block) || [0, last])[1];
-          mine.isDue = mine.isDue || /^data: /m.test(block);
-        }
-      }
-    } catch (error) {
-      if (error.name === 'AbortError') return;
-      live('asking');
-    }
-    await new Promise(resolve => setTimeout(resolve, 5000));
-  }
-}
-
 // ---- views ----
 
 function begin(title, refresh) {        // a view: what is shown, and what keeps it right
   if (view) view.gone.abort();
-  view = {gone: new AbortController(), refresh, at: 0, rest: 0, isDue: true, isBusy: false, how: 'asking'};
+  view = {gone: new AbortController(), refresh, at: 0, rest: 0, isBusy: false};
   document.title = visible(title) + ' - torc';
-  document.getElementById('live').textContent = '';
   document.getElementById('said').replaceChildren();
   return view;
 }
 
 function soon() {
-  Object.assign(view, {at: 0, rest: 0, isDue: true});
+  Object.assign(view, {at: 0, rest: 0});
   tick();
 }
 
 async function tick() {
-  const mine = view, begun = Date.now(), age = begun - (mine || {}).at;
-  if (!mine || !mine.refresh || mine.isBusy || document.hidden || age < Math.max(2000, mine.rest)) return;
-  if (!mine.isDue && (mine.how === 'stream' || age < 1000 * EVERY_S)) return;
-  Object.assign(mine, {isBusy: true, isDue: false});
+  const mine = view, begun = Date.now();
+  if (!mine || !mine.refresh || mine.isBusy || document.hidden) return;
+  if (begun - mine.at < Math.max(EVERY_MS, mine.rest)) return;
+  mine.isBusy = true;
   try {
     await mine.refresh();
-    if (mine === view && mine.how === 'away') live('asking');
     if (mine === view && mine.hadError) document.getElementById('said').replaceChildren();
     mine.hadError = false;
   } catch (error) {
@@ -33992,7 +33957,6 @@ async function showWorkflow(id, tab = 'summary', words = '') {
   show(make('h1', {}, link('', 'Workflows'), ` / ${workflow.name} `, make('span', {class: 'soft'}, `(${id})`)),
     make('nav', {'aria-label': 'Parts of the workflow'}, tabs.map(([name, slug]) => make('a', {
       href: `#/w/${id}/${slug}`, 'aria-current': slug === tab && 'page'}, name))), body);
-  follow(mine, id);
   const list = lists.find(one => slugOf(one.name) === tab);
   mine.refresh = list ? showList(body, list, {workflow_id: id}, words) : DRAWN[tab](body, workflow, words);
 }
@@ -34115,7 +34079,6 @@ async function showJob(id) {
   show(make('h1', {}, link('', 'Workflows'), ' / ', link(`w/${job.workflow_id}`, `workflow ${job.workflow_id}`), ' / ',
     link(`w/${job.workflow_id}/jobs`, 'jobs'), ` / ${job.name}`), head, make('h2', {}, 'Command'), make('pre', {}, job.command),
     attempts, make('div', {class: 'columns'}, logs.map(log => log.part)), used);
-  follow(mine, job.workflow_id);
   mine.refresh = async () => {
     const [now, why, results, stats] = await Promise.all([get(`/jobs/${id}`), get(`/jobs/${id}/explanation`),
       get('/results', {...of, all_runs: true, sort_by: 'id', reverse_sort: true}), get('/slurm_stats', of)]);
@@ -34128,7 +34091,6 @@ async function showJob(id) {
     fill(attempts, make('h2', {}, 'Attempts'), results.items.length ? rowsOf(listNamed('Results'), results.items) :
       make('p', {class: 'soft'}, 'None has ended.'), stats.items.length > 0 && rowsOf(listNamed('Slurm stats'), stats.items));
     for (const log of logs) await log.read(now.attempt_id);
-    mine.isDue = now.status === 'running' || mine.isDue;
     await draw();
   };
 }
@@ -34248,7 +34210,7 @@ async function route() {
     } catch (error) {
       if (error.name === 'AbortError' || error instanceof LoggedOut) return undefined;
       say(error.message, true);
-      Object.assign(view, {refresh: route, isDue: false, at: Date.now()});     // until it works
+      Object.assign(view, {refresh: route, at: Date.now()});     // until it works
     }
     return tick();
   }
@@ -34277,7 +34239,6 @@ document.addEventListener('keydown', event => {
     field.focus();
   }
 });
-document.addEventListener('visibilitychange', () => view && (view.isDue = true));
 addEventListener('hashchange', route);
 setInterval(tick, 500);
 (location.hash.startsWith('#key=') ? takeKey() : start()).catch(error => error instanceof LoggedOut || say(error.message, true));
@@ -34287,7 +34248,7 @@ PAGE_HTML = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>torc</title><link rel="icon" href="data:,"><style>{}</style></head>
 <body class="app"><a class="skip" href="#main">Skip to the content</a>
-<header><a href="#/"><strong>torc</strong></a><span id="who"></span><span id="live" role="status"></span>
+<header><a href="#/"><strong>torc</strong></a><span id="who"></span><span id="away" role="status"></span>
 <button id="out" hidden>Log out</button></header>
 <main id="main" tabindex="-1"></main><div id="said" role="alert"></div>
 <noscript>This page works with JavaScript, which this browser does not run.</noscript>
