@@ -5506,8 +5506,6 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 #
 # Updates. Verbs report what happened with announce() and record_event(); it is sent after the commit.
 
-MAX_NAMED = 4000        # of jobs that are canceled together, fewer than a feed keeps; others are counted
-
 
 class Update(Row):
     """Something that happened to a workflow, for those who listen."""
@@ -5731,21 +5729,18 @@ def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[in
         raise Refused(f"{table.replace('_', ' ')} {missing[0]} not found in workflow {workflow_id}")
 
 
-# field of a body, table, whether a row that is gone may be named: results outlive their nodes
-REFERENCES = (
-    ('job_id',              'job',             False),
-    ('file_id',             'file',            False),
-    ('compute_node_id',     'compute_node',    True),
-    ('scheduler_config_id', 'slurm_scheduler', True),
-)
+REFERENCES = {      # field of a body -> table
+    'job_id': 'job', 'file_id': 'file', 'compute_node_id': 'compute_node',
+    'scheduler_config_id': 'slurm_scheduler'}
 
 
 def check_references(context: Context, workflow_id: int, values: Values) -> None:
-    """Refuse fields that name an object of another workflow."""
-    for field, table, may_be_gone in REFERENCES:
+    """Refuse fields that name an object of another workflow. Nodes and schedulers may be gone: results outlive
+    them."""
+    for field, table in REFERENCES.items():
         if values.get(field) is not None:
             owner = context.value(f'SELECT workflow_id FROM {table} WHERE id = ?', (values[field],))
-            if owner != workflow_id and not (owner is None and may_be_gone):
+            if owner != workflow_id and not (owner is None and table in ('compute_node', 'slurm_scheduler')):
                 raise Refused(f"{field}: {table.replace('_', ' ')} {values[field]} not found in workflow "
                               f'{workflow_id}', field=field)
 
@@ -5800,12 +5795,10 @@ def announce_end(context: Context, workflow_id: int, job_id: int, job_name: str,
 
 
 def announce_canceled(context: Context, workflow_id: int, job_ids: Ids) -> None:
-    """Report that jobs were canceled, however many they are."""
+    """Report that jobs were canceled; a feed keeps the last of very many, and says how many it dropped."""
     if workflow_id in context.service.watched:
-        for job_id, name in rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', job_ids[:MAX_NAMED]):
+        for job_id, name in rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', job_ids):
             announce_end(context, workflow_id, job_id, name, 'canceled', return_code=None)
-        if len(job_ids) > MAX_NAMED:
-            announce(context, workflow_id, 'warning', {'dropped': len(job_ids) - MAX_NAMED}, 'warning')
 
 
 def add_event(context: Context, workflow_id: int, data: Any, timestamp: Optional[int] = None) -> None:
@@ -5996,11 +5989,6 @@ def rebuild_dependencies(context: Context, workflow_id: int) -> None:
         context.run_many('UPDATE job SET dep_set_id = ? WHERE id = ?',
                          ((set_id, job_id) for job_id in job_ids))
     tie_actions(context, workflow_id)
-    tied = ' UNION '.join(f'SELECT {column} FROM workflow_action WHERE workflow_id = ?1 '
-                          f'AND {column} IS NOT NULL' for column in ('gate_set_id', 'wait_set_id'))
-    context.run('DELETE FROM dep_set WHERE workflow_id = ?1 AND NOT EXISTS (SELECT 1 FROM job '
-                'WHERE job.dep_set_id = dep_set.id) AND NOT EXISTS (SELECT 1 FROM job '
-                f'WHERE job.explicit_set_id = dep_set.id) AND id NOT IN ({tied})', (workflow_id,))
     refuse_cycles(context, workflow_id)
 
 
@@ -6906,8 +6894,7 @@ def cancel_workflow(context: Context, workflow_id: int) -> Values:
         'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
         'workflow_id': workflow_id, 'run_id': state.run_id, 'user': context.caller}, 'warning')
     stopped = f'status IN {sql_list((BLOCKED, READY, *ACTIVE))}'
-    if workflow_id in context.service.watched:
-        announce_canceled(context, workflow_id, ids_of_jobs(context, workflow_id, stopped))
+    announce_canceled(context, workflow_id, ids_of_jobs(context, workflow_id, stopped))
     context.run(f'UPDATE job SET status = {CANCELED} WHERE workflow_id = ? AND {stopped}', (workflow_id,))
     recount_sets(context, workflow_id)
     return get_workflow(context, workflow_id)
@@ -6968,16 +6955,14 @@ def measure_blocked_by_time(context: Context, workflow_id: int) -> Values:
     most_s = max([left_s for left_s, labels in nodes if labels is None], default=math.inf)
     if most_s == math.inf:      # no node is active, or one without an end
         return answer
-    classes = context.rows(
-        f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) '
-        'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
-        'WHERE kind.workflow_id = ? AND labels IS NULL', (workflow_id,))
+    ready = dict(context.rows(
+        'SELECT runtime_s, count(*) FROM job_kind kind CROSS JOIN job ON kind_id = kind.id CROSS JOIN '
+        'resource_requirements needs ON needs.id = resource_requirements_id WHERE kind.workflow_id = ? '
+        f'AND labels IS NULL AND status = {READY} GROUP BY runtime_s', (workflow_id,)))
     limit_s = longest_runtime(get_row(context, 'workflow', workflow_id), most_s)
-    ready = [(runtime_s, count) for runtime_s, count in classes if count]
-    answer['runtime_blocked_ready_jobs'] = sum(count for runtime_s, count in ready if runtime_s > limit_s)
-    if ready:
-        answer['longest_ready_runtime_seconds'] = max(runtime_s for runtime_s, _ in ready)
-    return answer
+    blocked = sum(count for runtime_s, count in ready.items() if runtime_s > limit_s)
+    longest = {'longest_ready_runtime_seconds': max(ready)} if ready else {}
+    return dict(answer, runtime_blocked_ready_jobs=blocked, **longest)
 
 
 def count_unserved_labels(context: Context, workflow_id: int) -> Dict[str, int]:
@@ -9992,8 +9977,6 @@ def stream_api_events(context: Context, include_bodies: bool = False) -> Subscri
 
 ADMIN_SQL_S = 5.0           # so long a query may hold up everybody; one call of a function of SQLite, longer
 ADMIN_SQL_STEPS = 10000     # of SQLite's machine between looks at the clock
-SQL_READERS = ('SELECT', 'VALUES', 'WITH')
-SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH')
 SQL_LITERALS = Expression(      # texts, quoted names and comments; an end may be missing
     r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 # of all rows: no WHERE, and no ON CONFLICT DO UPDATE
@@ -10003,7 +9986,7 @@ FULL_TABLE = Expression(r'(?!.*\bWHERE\b|INSERT\b|REPLACE\b).*\b(UPDATE|DELETE)\
 def check_statement(sql: str, writes: bool, allows_full_table: bool) -> None:
     """Refuse by its words what would end our transaction, or change a whole table by mistake."""
     bare = SQL_LITERALS.sub(' ', sql).strip('; \t\r\n')
-    allowed = SQL_WRITERS if writes else SQL_READERS
+    allowed = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH') if writes else ('SELECT', 'VALUES', 'WITH')
     if re.match(r'\w*', bare).group().upper() not in allowed:
         hint = '' if writes else '; what changes something needs write'
         raise Refused(f"{printable(sql[:40])!r}: here a statement begins with {', '.join(allowed)}{hint}")
@@ -10520,20 +10503,18 @@ def lost_job(job: Cells, seen: Values) -> Values:
 
 def observe_workflow(context: Context, workflow_id: int, last_result: int = MAX_INTEGER) -> Values:
     """A workflow's status, and what has ended since its newest result was `last_result`."""
-    has_scheduler, had_allocations, has_ends, has_interruptions, ended = context.one(
-        'SELECT EXISTS (SELECT 1 FROM slurm_scheduler WHERE workflow_id = ?1), '
-        'EXISTS (SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ?1), '
-        'EXISTS (SELECT 1 FROM result WHERE workflow_id = ?1 AND id > ?2 AND is_interrupted = 0), '
-        'EXISTS (SELECT 1 FROM result WHERE workflow_id = ?1 AND id > ?2 AND is_interrupted = 1), '
-        f"(SELECT count(*) FROM scheduled_compute_node WHERE {ENDED_BADLY.replace('?', '?1')})",
-        (workflow_id, last_result))
+    newer = f'result WHERE workflow_id = ? AND id > {int(last_result)} AND is_interrupted ='
+    rows = {'has_scheduler': 'slurm_scheduler WHERE workflow_id = ?', 'has_ends': f'{newer} 0',
+            'had_allocations': 'scheduled_compute_node WHERE workflow_id = ?',
+            'has_interruptions': f'{newer} 1'}
+    facts = {name: context.one(f'SELECT 1 FROM {found} LIMIT 1', (workflow_id,)) is not None
+             for name, found in rows.items()}
+    ended = context.value(f'SELECT count(*) FROM scheduled_compute_node WHERE {ENDED_BADLY}', (workflow_id,))
     completed_run = context.value('SELECT run_id FROM result WHERE workflow_id = ? AND status = ? '
                                   'ORDER BY id DESC LIMIT 1', (workflow_id, COMPLETED))
-    return {'run_id': workflow_state(context, workflow_id).run_id, 'has_scheduler': bool(has_scheduler),
-            'had_allocations': bool(had_allocations), 'has_ends': bool(has_ends),
-            'has_interruptions': bool(has_interruptions), 'ended_allocations': ended,
-            'last_result': newest_id(context, 'result', workflow_id),
-            'last_completed_run': completed_run or 0, 'status': get_workflow_status(context, workflow_id)}
+    return dict(facts, run_id=workflow_state(context, workflow_id).run_id, ended_allocations=ended,
+                last_result=newest_id(context, 'result', workflow_id), last_completed_run=completed_run or 0,
+                status=get_workflow_status(context, workflow_id))
 
 
 UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
@@ -11323,8 +11304,7 @@ MODELS = {
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float wait_s:float pid:int identity:str '
         'completions:[@RunnerEnd] started:[(int,int,time)] returned:[(int,int)] want:@RunnerWant '
         'actions:[str] action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool '
-        'held:[(int,int)] held_actions:[int] turn:int '
-        'submits:bool',
+        'held:[(int,int)] held_actions:[int] turn:int submits:bool',
     'RunnerWant': 'strategy:@Strategy! limit:int! depth:int nodes:[(int,int,int)] sizes:[(int,int,int)] '
         'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
@@ -13478,9 +13458,7 @@ class Feeds:
         for item in updates:
             value = {'workflow_id': item.workflow_id, 'timestamp': item.timestamp,
                      'event_type': item.event_type, 'severity': item.severity, 'data': item.data}
-            # How many were left out is said in the same words as by a feed.
-            self.add(item.workflow_id, SEVERITIES.index(item.severity), item.event_type,
-                     item.data if item.event_type == 'warning' else value)
+            self.add(item.workflow_id, SEVERITIES.index(item.severity), item.event_type, value)
 
     def add_request(self, head: RequestHead, event: Dict[str, Any], bodies: Sequence[bytes]) -> None:
         """An event for those who watch requests. Header fields are never shown: they prove who asks."""
