@@ -10643,6 +10643,7 @@ class StoreClient:
 
     def rows(self, op: str, **params: Any) -> List[Dict[str, Any]]:
         return self.call(op, **params)['items']
+    pages = rows
 
 
 class Watcher:
@@ -11823,7 +11824,8 @@ class OwnAllocationTest(unittest.TestCase):
 
     def test_a_shell_of_salloc_on_a_login_node_is_none_of_its_nodes(self):
         shell = self.find(slurm_environment(SLURMD_NODENAME=None), job=self.job(restarts=2))[0]
-        self.assertEqual((None, ['node2', 'node3'], 2, 1795375467.0), (shell.own_index, shell.node_names, shell.restart_count, shell.end_time))
+        self.assertEqual((None, ['node2', 'node3'], 9, 2, 1795375467.0),
+                         (shell.own_index, shell.node_names, shell.record_id, shell.restart_count, shell.end_time))
 
     def test_what_slurm_does_not_say_is_that_of_this_node(self):
         whole = self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES=')
@@ -11937,7 +11939,9 @@ class AllocationPartsTest(PartTest):
         for own, wanted in ((None, 1001000.0), (5.0, 5.0), (2e6, 1001000.0)):       # the earlier end counts
             context.options = torc.RunnerOptions(end_time=own)
             self.assertEqual(wanted, context.end_time())
-        context.allocation.own_index, context.options = None, torc.RunnerOptions(num_cpus=1, memory_gb=1.0, num_gpus=0)
+        context.allocation.own_index, context.in_steps = None, True
+        self.assertEqual(2, len(torc.runner_nodes(context)))
+        context.options, context.in_steps = torc.RunnerOptions(num_cpus=1, memory_gb=1.0, num_gpus=0), False
         self.assertEqual(([torc.NodeSize(1, 1 << 30, ())], None), (torc.runner_nodes(context), context.allocation))
         self.assertIn('which is no node of Slurm job 5: start torc.py with srun', self.progress.messages[0])
 
@@ -12708,6 +12712,8 @@ class LookTest(unittest.TestCase):
     ENDS = textwrap.dedent("""
         NODE_FAIL|0:0       interrupted  lost a node (NODE_FAIL, END)
         PREEMPTED|0:0       interrupted  was preempted by a job of higher priority (PREEMPTED, END)
+        BOOT_FAIL|0:0       interrupted  could not boot its nodes (BOOT_FAIL, END)
+        LAUNCH_FAILED|0:0   interrupted  could not be launched (LAUNCH_FAILED, END)
         CANCELLED by 0|0:0  failed       was canceled by a user or administrator (CANCELLED, END)
         TIMEOUT|0:0         failed       reached its time limit (TIMEOUT, END)
         OUT_OF_MEMORY|0:125 failed       was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, END)
@@ -12873,7 +12879,7 @@ class FailureTest(unittest.TestCase):
         for code, minutes, state, reason, expected in (
                 # return code, minutes of an hour; Slurm's word; what the runner wrote
                 (137, 55, 'OUT_OF_MEMORY', '', 'memory'), (137, 60, 'TIMEOUT', '', 'timeout'), (137, 59, 'TIMEOUT', '', 'lost'),
-                (1, 59, 'NODE_FAIL', '', 'lost'), (137, 5, 'FAILED', '', 'memory'),
+                (1, 59, 'NODE_FAIL', '', 'lost'), (137, 5, 'PREEMPTED', '', 'lost'), (137, 5, 'FAILED', '', 'memory'),
                 (137, 59, '', memory, 'memory'), (1, 59, '', memory + ': slurmstepd said', 'memory'),
                 (137, 61, '', timeout, 'timeout'), (137, 5, '', timeout, 'lost'),
                 (99, 55, '', 'killed by the kernel for lack of memory (x counts it)', 'memory'),
@@ -13101,6 +13107,7 @@ class WatcherTest(unittest.TestCase):
             2 ready                      -          recover   done=1            schedule  0     2 ready jobs, and no
             2 ready                      -          recover   done=1,local=0    wait      0     nobody is
             2 ready                      -          recover   losses=1          schedule  0     2 ready jobs, and no
+            2 ready                      -          plain     losses=1          wait      0     nobody is
             2 ready                      -          once      -                 end       1     (`recover` it,
             2 ready                      -          once      local=0           end       1     (`submit` it,
             2 ready                      -          once      local=0,scheduler=0  end    1     (`run` it,
@@ -19931,7 +19938,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34238
+TORC_LINES = 34225
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

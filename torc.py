@@ -18428,27 +18428,31 @@ def pin_program(output_dir: str) -> str:
 
 # -------- cancellation --------
 
-def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], List[str]]:
+def cancel_allocations(client: Client, workflow_id: int, surplus: str = '') -> Tuple[List[int], List[str]]:
     """Cancel what a workflow has in the queue, or running, with one scancel. The Slurm jobs, and errors.
-    Rows are marked once Slurm has answered: after an error the same command does it again."""
+    Rows are marked once Slurm has answered: after an error the same command does it again. `surplus`: why
+    only what waits is canceled; what begins in this moment finds out by itself that nothing is left."""
     rows = [row for row in list_items(client, 'list_scheduled_compute_nodes', workflow_id=workflow_id)
-            if row['scheduler_type'] == 'slurm' and row['status'] in ('pending', 'active')]
+            if row['scheduler_type'] == 'slurm' and row['status'] in ('pending', '' if surplus else 'active')]
     unknown = [row for row in rows if not row['scheduler_id']]
     numbers = [row['scheduler_id'] for row in rows if row['scheduler_id']]
-    if unknown:     # whoever submitted them was killed, or is at it, and will find them canceled
+    if unknown or surplus and rows:     # who submitted them was killed, or is at it, and finds them canceled
         reply = ask_slurm(queue_argv())
         if reply.code:
             return [], [f'squeue: {explain_reply(reply)}']
-        own = {job.comment: number for number, job in read_queue(reply).items()}
-        database_id = client.call('get_database')['id']
+        queue, database_id = read_queue(reply), client.call('get_database')['id']
+        own = {job.comment: number for number, job in queue.items()}
         tags = [allocation_tag(database_id, workflow_id, row['id']) for row in unknown]
         numbers += [own[tag] for tag in tags if tag in own]
+        if surplus:
+            numbers = [number for number in numbers if number in queue and queue[number].state == 'PENDING']
+            rows = [row for row in rows if row in unknown or row['scheduler_id'] in numbers]
     if numbers:
-        reply = ask_slurm(slurm_argv('scancel', *numbers))
+        reply = ask_slurm(slurm_argv('scancel', *(['--state=PENDING'] if surplus else []), *numbers))
         lines = [line for line in reply.err.splitlines() if line.strip()]
         if reply.code and not (lines and all(ENDED_JOB.search(line) for line in lines)):
             return [], [f'scancel: {explain_reply(reply)}']
-    end = {'status': 'canceled', 'reason': f'{user_name()} has canceled the workflow'}
+    end = {'status': 'canceled', 'reason': surplus or f'{user_name()} has canceled the workflow'}
     for row in rows:
         client.call('update_scheduled_compute_node', end, id=row['id'])
     return numbers, []
@@ -21477,7 +21481,7 @@ class Accounting(Part):
 FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
 GRANTED = Expression(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = Expression(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
-LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
+LAST_QUERY_S = 5.0          # of sacct, when Slurm has asked us to leave
 END_LOOKS_S, END_PAUSE_S = 3.0, 0.3     # of looks at how it has ended: KillWait (30 s) goes on meanwhile
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
@@ -21935,42 +21939,28 @@ def count_jobs(answer: Dict[str, Any]) -> Dict[str, int]:
             'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
 
 
-def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
-    """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel. One
-    that has begun finds out by itself that nothing is left, also one that begins in this moment."""
-    workflow_id = context.workflow_id
-    rows = [row for row in client.call('list_scheduled_compute_nodes', workflow_id=workflow_id,
-                                       status='pending')['items'] if row['scheduler_type'] == 'slurm']
-    queue = ask(queue_argv()) if rows else Reply(0, '', '')
-    if queue.code:
-        return
-    pending = {number for number, job in read_queue(queue).items() if job.state == 'PENDING'}
-    chosen = [row for row in rows if not row['scheduler_id'] or row['scheduler_id'] in pending]
-    numbers = [row['scheduler_id'] for row in chosen if row['scheduler_id']]
-    reply = ask(slurm_argv('scancel', '--state=PENDING', *numbers)) if numbers else Reply(0, '', '')
-    if reply.code and not is_unknown_job(reply):
-        context.say(f'scancel: {explain_reply(reply)}', 'warning')
-        return
-    for row in chosen:
-        client.call('update_scheduled_compute_node', {
-            'status': 'canceled', 'reason': 'no job was left for it when the last runner of Slurm job '
-            f'{context.allocation.job_id} left'}, id=row['id'])
-    if chosen:
-        message = f"canceled {counted(len(chosen), 'queued allocation')}: nothing is left to do there"
+def cancel_surplus(context: NodeContext, client: Any) -> None:
+    """Cancel this workflow's allocations in the queue, without work by now."""
+    numbers, errors = cancel_allocations(client, context.workflow_id, 'no job was left for it when the last '
+                                         f'runner of Slurm job {context.allocation.job_id} left')
+    for error in errors:
+        context.say(error, 'warning')
+    if numbers:
+        message = f"canceled {counted(len(numbers), 'queued allocation')}: nothing is left to do there"
         context.say(message)
-        client.call('create_event', {'workflow_id': workflow_id, 'data': {
+        client.call('create_event', {'workflow_id': context.workflow_id, 'data': {
             'category': 'scheduler', 'action': 'cancel_unneeded_pending_allocations', 'message': message,
             'slurm_job_ids': numbers}})
 
 
-def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
+def note_requeue(context: NodeContext, client: Any) -> None:
     """A runner was ended by Slurm: if its job was canceled, or waits again, so says the record."""
     allocation = context.allocation
     if allocation.canceled and allocation.record_id is not None:
         body = {'status': 'canceled', 'reason': allocation.canceled}
         client.call('update_scheduled_compute_node', body, id=allocation.record_id)
         return
-    reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
+    reply = ask_slurm(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
     facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
     # The state may still be that of its end.
     is_restarted = read_count(facts.get('Restarts', '')) > allocation.restart_count
@@ -22203,17 +22193,14 @@ def prepare_allocation(client: Any, context: NodeContext) -> None:
 
 
 def finish_allocation(runner: Runner, client: Any) -> None:
-    """What a runner in a Slurm job does when it has left the workflow, before its time's end."""
-    context, left_s = runner.context, runner.context.end - time.monotonic()
-    limit_s = min(LAST_QUERY_S, max(1.0, left_s - 1.0))
-    ask = functools.partial(ask_program, limit_s=limit_s, variables=query_variables())
-    counts = runner.link.answer['jobs_by_status']       # what is blocked waits for others
-    is_work_left = any(counts.get(STATUS_NAMES[code]) for code in (READY, *ACTIVE))
+    """What a runner in a Slurm job does when it has left the workflow: until its time's end, if Slurm hangs."""
+    context, counts = runner.context, runner.link.answer['jobs_by_status']
+    is_work_left = any(counts.get(STATUS_NAMES[code]) for code in (READY, *ACTIVE))     # not what is blocked
     try:
         if runner.shutdown.interrupted_by is not None and not runner.link.answer['is_canceled']:
-            note_requeue(context, client, ask)
+            note_requeue(context, client)
         elif context.allocation.node_index == 0 and not is_work_left:
-            cancel_surplus(context, client, ask)
+            cancel_surplus(context, client)
     except TorcError as error:
         context.log.write(f'Not done at the end: {error.message}', 'warning')
 
