@@ -226,11 +226,6 @@ def ask_sqlite(path: str, statement: str) -> List[Tuple[Any, ...]]:
         connection.close()
 
 
-def resident_kb_of(pid: int) -> int:
-    """Memory that a process holds (proc(5), status)."""
-    return int(re.search(r'VmRSS:\s*(\d+) kB', read_text(f'/proc/{pid}/status')).group(1))
-
-
 def read_bytes(path: str) -> bytes:
     """Content of a file, b'' if there is none, or no right to it."""
     try:
@@ -17203,7 +17198,7 @@ class WatchedSlurmTest(CommandTest):
         self.looks(f'printf "{queue_line(71, "RUNNING")}"', 'true', 'cat "$fake"/job_*')
         self.world.write('elsewhere/file', '')
         self.sql('UPDATE workflow SET submission_directory = ?', self.world.path('elsewhere'))
-        done = self.assertExit(130, self.watch('--auto-schedule', '--profile', 'kestrel'), 'allocation of Slurm job 71: ', 'job j1 is ready again: ',
+        done = self.assertExit(130, self.watch('--auto-schedule', '--profile', 'kestrel'), 'allocation 1 complete: ', 'job 1 (j1) ready again: ',
                                '4 ready jobs, and no allocation', '1 allocation submitted')
         self.assertNotIn('count from here', done.err)       # but from where the workflow was made
         self.assertEqual({'ready'}, set(self.statuses().values()))

@@ -788,6 +788,11 @@ def first_of(words: Sequence[Any], most: int = 10) -> str:
     return ', '.join(map(str, words[:most])) + more
 
 
+def first_lines(lines: Sequence[str], most: int, more: str = 'and {} more') -> List[str]:
+    """The first of many lines, and how many more there are."""
+    return [*lines[:most], *([more.format(len(lines) - most)] if len(lines) > most else [])]
+
+
 def grouped(pairs: Iterable[Tuple[Any, Any]]) -> Dict[Any, List[Any]]:
     """Pairs of a key and a value -> the values of each key, in order; [] of any other."""
     groups = collections.defaultdict(list)
@@ -28067,6 +28072,11 @@ SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit C
                  'Elapsed=elapsed, Max RSS=max_rss, CPU Time=cpu_time, Nodes=nodes')
 
 
+def attempt_key(row: Dict[str, Any]) -> Tuple[int, int, int]:
+    """Which attempt a result, or its accounting, is of."""
+    return row['job_id'], row['run_id'], row.get('attempt_id', 1)
+
+
 def list_allocations(session: Session, workflow_id: int) -> List[str]:
     """The Slurm jobs of a workflow that are known: what was submitted, and where its runners were."""
     scheduled = session.items('list_scheduled_compute_nodes', workflow_id=workflow_id)
@@ -28096,10 +28106,10 @@ def ask_accounts(session: Session, workflow_id: int,
 def cmd_slurm_stats(session: Session, args: Arguments) -> Listing:
     """What Slurm's accounting said of attempts; CPU percent is of the run time in their results."""
     items = session.items('list_slurm_stats', **given(args))
-    results = {(item['job_id'], item['run_id'], item['attempt_id']): item for item in session.items(
+    results = {attempt_key(item): item for item in session.items(
         'list_results', workflow_id=args['workflow_id'], all_runs=True)} if items else {}
     for item in items:
-        result = results.get((item['job_id'], item['run_id'], item['attempt_id']), {})
+        result = results.get(attempt_key(item), {})
         seconds = result.get('exec_time_minutes', 0) * 60
         item['job_name'] = result.get('job_name')
         if seconds and item.get('ave_cpu_seconds') is not None:
@@ -28235,7 +28245,7 @@ def describe_issues(session: Session, workflow_id: int, files: FoundErrors) -> L
     for item in session.items('get_slurm_job_correlations', workflow_id=workflow_id):
         jobs[item['slurm_job_id']].append({'job_id': item['job_id'], 'job_name': item['job_name']})
         of_job[item['job_id']][item['slurm_job_id']] = item['job_name']
-    of_attempt = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('slurm_job_id')
+    of_attempt = {attempt_key(item): item.get('slurm_job_id')
                   for item in session.items('list_slurm_stats', workflow_id=workflow_id)}
     issues = []
     for name, finding in ((name, finding) for name, found in files for finding in found.kept):
@@ -28654,10 +28664,9 @@ def cmd_reconcile(session: Session, args: Arguments) -> Answer:
              f"({found['accepted']} accepted, {found['rejected']} rejected)"]
     lines += [f"  {row['path']}: {counted(row['completions'], 'completion')}" for row in found['journals']]
     reasons = collections.Counter(rejected).most_common()
-    session.report(*found['problems'], *(f"rejected: {counted(count, 'completion')}: {message}"
-                                         for message, count in reasons[:PROBLEMS_SHOWN]))
-    if len(reasons) > PROBLEMS_SHOWN:
-        session.report(f'... and for {len(reasons) - PROBLEMS_SHOWN} more reasons')
+    session.report(*found['problems'], *first_lines(
+        [f"rejected: {counted(count, 'completion')}: {message}" for message, count in reasons],
+        PROBLEMS_SHOWN, '... and for {} more reasons'))
     if not found['files']:
         session.inform(f'no journal of {of_run} was found below {base_dir}')
     elif not found['accepted'] and not rejected:
@@ -28701,6 +28710,17 @@ def clean_up(session: Session, workflow: Dict[str, Any], output_dir: str,
     return cleaned
 
 
+def describe_clean_up(found: Dict[str, Any]) -> List[str]:
+    """What was set right, or would be, for people."""
+    would, count = 'would be ' if found['dry_run'] else '', found['compute_nodes_deactivated']
+    lines = [f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}"
+             for row in found['allocations']]
+    for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
+        lines += first_lines([f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
+                              for row in found[key]], CANDIDATES_SHOWN, f'{{}} more {would}{word}')
+    return lines + ([f"{counted(count, 'compute node')} {would}inactive"] if count else [])
+
+
 def cmd_sync_status(session: Session, args: Arguments) -> Answer:
     """Clean up, and say what was done, or would be."""
     workflow = session.workflow(args['workflow_id'])
@@ -28708,17 +28728,7 @@ def cmd_sync_status(session: Session, args: Arguments) -> Answer:
         take_in_first(session, workflow, args['output_dir'])
         session.report(*go_on_submitting(session, workflow))
     found = clean_up(session, workflow, args['output_dir'], bool(args['dry_run']))
-    would, lines = 'would be ' if found['dry_run'] else '', []
-    for row in found['allocations']:
-        lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
-    for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
-        rows = found[key]
-        lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
-                  for row in rows[:CANDIDATES_SHOWN]]
-        more = len(rows) - CANDIDATES_SHOWN
-        lines += [f'{more} more {would}{word}'] if more > 0 else []
-    count = found['compute_nodes_deactivated']
-    lines += [f"{counted(count, 'compute node')} {would}inactive"] if count else []
+    lines = describe_clean_up(found)
     alive, is_clear = found['alive'], not (lines or found['doubts'])
     lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
                  f"{alive['pending']} pending" + '; nothing was lost' * is_clear)
@@ -28736,6 +28746,12 @@ class Regeneration(Row):
     plan: Optional[AllocationPlan] = None
     renewals: Sequence[Renewal] = ()
     warnings: Sequence[str] = ()
+
+
+def regenerate_options(args: Arguments, settings: Dict[str, Any], **more: Any) -> RegenerateOptions:
+    """What new allocations are planned and submitted with."""
+    return RegenerateOptions(settings=settings, **more, **{
+        name: args[name] for name in ('account', 'profile', 'partition', 'walltime')})
 
 
 def regenerate_workflow(session: Session, workflow: Dict[str, Any],
@@ -28840,11 +28856,9 @@ def cmd_regenerate(session: Session, args: Arguments) -> Answer:
     if args['submit'] and not args['dry_run']:
         refuse_without_sbatch()
     workflow = session.workflow(args['workflow_id'])
-    options = RegenerateOptions(
-        args['account'], args['profile'], args['partition'], args['walltime'], plan_options(args),
-        args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
-        settings=submission_settings(session, args))
-    return report_regenerated(session, workflow, options)
+    return report_regenerated(session, workflow, regenerate_options(
+        args, submission_settings(session, args), plan=plan_options(args), submits=bool(args['submit']),
+        include_job_ids=args['include_job_ids'] or (), is_dry_run=bool(args['dry_run'])))
 
 
 def report_regenerated(session: Session, workflow: Dict[str, Any], options: RegenerateOptions) -> Answer:
@@ -29137,11 +29151,6 @@ def diagnose(session: Session, workflow_id: int, mode: str, jobs: Sequence[Dict[
     return uses, [classify_failure(use, states.get(key, ''), sizes.get(key)) for use, key in keyed]
 
 
-def attempt_key(row: Dict[str, Any]) -> Tuple[int, int, int]:
-    """Which attempt a result, or its accounting, is of."""
-    return row['job_id'], row['run_id'], row.get('attempt_id', 1)
-
-
 def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
     """The result that a job would get which nobody runs, or of one that has none."""
     return {'id': math.inf, 'job_id': job['id'], 'run_id': 0, 'attempt_id': job.get('attempt_id', 1),
@@ -29197,9 +29206,9 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
     if args['recovery_hook'] and any(failure.kind == 'unknown' for failure in remedies.retried):
         plan = plan._replace(hook=[*split_command(args['recovery_hook'], '--recovery-hook'), str(number)])
     if is_slurm:
-        options = regenerate_options(args, settings)
+        options = regenerate_options(args, settings, submits=not is_dry_run, is_dry_run=is_dry_run)
         if is_dry_run:
-            options = expect_clean_up(options._replace(submits=False, is_dry_run=True), found.cleaned)
+            options = expect_clean_up(options, found.cleaned)
         plan = plan._replace(allocations=plan_regeneration(session, found.workflow, options,
                                                            (plan.answer or {}).get('demand')))
     return plan
@@ -29271,12 +29280,6 @@ def recovery_request(session: Session, found: Evidence, plan: RecoveryPlan,
             'files': file_times(session.client, workflow) if has_directory(workflow) else {},
             'event': {'mode': found.mode, 'memory_multiplier': args['memory_multiplier'],
                       'runtime_multiplier': args['runtime_multiplier'], 'counts': count_retried(retried)}}
-
-
-def regenerate_options(args: Arguments, settings: Dict[str, Any]) -> RegenerateOptions:
-    """What new allocations are planned and submitted with."""
-    return RegenerateOptions(submits=True, settings=settings, **{
-        name: args[name] for name in ('account', 'profile', 'partition', 'walltime')})
 
 
 def list_canceled(found: Evidence, plan: RecoveryPlan) -> List[Dict[str, Any]]:
@@ -29435,9 +29438,8 @@ def format_plan(found: Evidence, plan: RecoveryPlan, style: Style) -> str:
     if plan.hook:
         lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, plan.hook))}")
     outdated = list_outdated(plan)
-    lines += [f"{row['job_name']} runs again, too: {row['reason']}" for row in outdated[:RECOVER_ROWS_SHOWN]]
-    if len(outdated) > RECOVER_ROWS_SHOWN:
-        lines.append(f'and {len(outdated) - RECOVER_ROWS_SHOWN} more run again for such a reason')
+    lines += first_lines([f"{row['job_name']} runs again, too: {row['reason']}" for row in outdated],
+                         RECOVER_ROWS_SHOWN, 'and {} more run again for such a reason')
     if found.num_left:
         lines.append(f"Left, with nobody to run them: {counted(found.num_left, 'job')}")
     if plan.allocations is not None:
@@ -29725,13 +29727,7 @@ class Supervision:
         with self.enduring(lambda failure: self.watcher.on_look(time.monotonic(), [failure])):
             found = clean_up_allocations(self.session, self.number)
             self.watcher.on_look(time.monotonic(), found['doubts'])
-            lines = [f"allocation of Slurm job {row['slurm_job_id']}: {row['reason']}"
-                     for row in found['allocations']]
-            lines += [f"job {row['job_name']} {word}: {row['reason']}" for key, word in (
-                ('requeued_job_details', 'is ready again'), ('failed_job_details', 'failed'))
-                      for row in found[key]]
-            more = [f'and {len(lines) - PROBLEMS_SHOWN} more'] if len(lines) > PROBLEMS_SHOWN else []
-            for line in lines[:PROBLEMS_SHOWN] + more:
+            for line in first_lines(describe_clean_up(found), PROBLEMS_SHOWN):
                 self.say(line, 'warning')
         with self.enduring(lambda failure: self.say(f'no allocations: {failure}', 'warning')):
             for line in go_on_submitting(self.session, self.session.workflow(self.number)):
@@ -29743,8 +29739,8 @@ class Supervision:
 
     def schedule(self) -> None:
         """Plan and submit allocations: for jobs without a plan, or, where nobody is at work, for all."""
-        options = regenerate_options(self.args, self.settings())._replace(
-            only_job_ids=self.watcher.unplanned or ())
+        options = regenerate_options(self.args, self.settings(), submits=True,
+                                     only_job_ids=self.watcher.unplanned or ())
         with self.enduring(self.on_no_submission):
             done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
             failure = '; '.join(done['warnings']) or 'nothing was submitted'
@@ -30322,13 +30318,16 @@ def served_database(session: Session, args: Arguments) -> str:
 
 
 @contextlib.contextmanager
-def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
-    """Log lines of this program go to a handler too, which is closed in the end."""
+def logging_with(handler: logging.Handler, formatter: Any, level: Any = None) -> Iterator[None]:
+    """Log lines of this program, perhaps of another level, go to a handler too, which is closed in the end."""
+    before = log.level
     handler.setFormatter(formatter)
     log.addHandler(handler)
+    log.setLevel(level or before)
     try:
         yield
     finally:
+        log.setLevel(before)
         log.removeHandler(handler)
         handler.close()
 
@@ -32489,9 +32488,8 @@ COMMANDS = (
         ASKED_WF, Argument('-t --type --category', 'TYPE', 'only of this category'), *SHORT_SORT_OPTIONS)),
     Command('events get-latest-event', cmd_latest_event, 'show the newest event', (ASKED_WF,)),
     Command('events monitor', cmd_monitor_events, 'print events as they happen', (
-        ASKED_WF,
-        Argument('-d --duration', 'MINUTES', 'stop after this time (default: when interrupted)',
-                 at_least(0, lambda text: parse_duration(text, 60) / 60)),
+        ASKED_WF, Argument('-d --duration', 'MINUTES', 'stop after this time (default: when interrupted)',
+                           at_least(0, lambda text: parse_duration(text, 60) / 60)),
         Argument('--level', 'LEVEL', ', '.join(SEVERITIES) + ': this and worse', one_of(*SEVERITIES),
                  default='info'),
         Argument('--filename', 'FILE', 'also append them to this file, one a line')),
@@ -32505,8 +32503,7 @@ COMMANDS = (
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,)),
 
     Command('scheduled-compute-nodes list', cmd_list, 'list allocations', (
-        ASKED_WF, *SHORT_SORT_OPTIONS,
-        Argument('--scheduler-id', 'N', 'only of this Slurm job', parse_id),
+        ASKED_WF, *SHORT_SORT_OPTIONS, Argument('--scheduler-id', 'N', 'only of this Slurm job', parse_id),
         Argument('--scheduler-config-id', 'ID', 'only of this scheduler', parse_id),
         Argument('--status', 'STATUS', ', '.join(ALLOCATION_STATUSES), one_of(*ALLOCATION_STATUSES)))),
     Command('scheduled-compute-nodes get', cmd_get, 'show an allocation', (ID,)),
@@ -32744,13 +32741,6 @@ def format_overview() -> str:
             f'Manual:\n{format_rows(topics)}')
 
 
-def format_all_commands() -> str:
-    """Topic `commands`: every command, then the options of all."""
-    rows = format_rows(((format_usage(command), command.help) for command in COMMANDS), limit=48)
-    return (f'Commands:\n{rows}\nOptions of all commands, before or after the command:\n'
-            f'{format_rows(argument_rows(GLOBAL_ARGUMENTS))}')
-
-
 def format_man_page() -> str:
     """The manual as a page for man(1)."""
     def plain(text: str) -> str:
@@ -32781,13 +32771,6 @@ def read_examples() -> Dict[str, Tuple[str, str]]:
     return found
 
 
-def format_environment() -> str:
-    """Topic `environment`: who sets what."""
-    set_by = {'you': 'You set:', 'torc': 'Set for jobs:'}
-    return '\n'.join(f'{title}\n' + format_rows((row.name, row.meaning) for row in ENVIRONMENT
-                                               if row.set_by == who) for who, title in set_by.items())
-
-
 def format_settings() -> str:
     """Topic `config`: how it is read, and every key."""
     kinds = {'[str]': 'a list', '@HpcProfile': 'a table', **{kind: row.wanted for kind, row in SCALARS.items()}}
@@ -32796,12 +32779,6 @@ def format_settings() -> str:
              + ('; ' + ', '.join(row.commands) + ' ' * bool(row.commands) + row.option if row.option else ''))
             for row in SETTINGS]
     return f"{format_topic('config')}\nKeys, and the options that they give defaults to:\n{format_rows(rows)}"
-
-
-def format_exits() -> str:
-    """Topic `exits`: exit codes of commands, then statuses of jobs."""
-    return ('Exit codes:\n' + format_rows((str(row.code), row.meaning) for row in EXITS) +
-            '\nStatuses of jobs:\n' + format_rows((row.name, row.meaning) for row in STATUSES))
 
 
 COMMANDS_BY_NAME = {command.name: command for command in COMMANDS}
@@ -32815,10 +32792,17 @@ TOPICS = {      # of the manual: what makes the text, what it is about
        for topic, text in MANUAL.items()},
     'examples': (lambda: 'To see one: help NAME\n' + format_rows(
         (name, about) for name, (about, _) in read_examples().items()), 'workflow files to learn from'),
-    'commands': (format_all_commands, 'every command, and options of all'),
+    'commands': (lambda: 'Commands:\n' + format_rows(
+        ((format_usage(command), command.help) for command in COMMANDS), limit=48)
+        + '\nOptions of all commands, before or after the command:\n'
+        + format_rows(argument_rows(GLOBAL_ARGUMENTS)), 'every command, and options of all'),
     'config': (format_settings, 'defaults of options, and clusters, in files'),
-    'environment': (format_environment, 'environment variables'),
-    'exits': (format_exits, 'exit codes, and statuses of jobs'),
+    'environment': (lambda: '\n'.join(f'{title}\n' + format_rows(
+        (row.name, row.meaning) for row in ENVIRONMENT if row.set_by == who)
+        for who, title in (('you', 'You set:'), ('torc', 'Set for jobs:'))), 'environment variables'),
+    'exits': (lambda: 'Exit codes:\n' + format_rows((str(row.code), row.meaning) for row in EXITS)
+              + '\nStatuses of jobs:\n' + format_rows((row.name, row.meaning) for row in STATUSES),
+              'exit codes, and statuses of jobs'),
 }
 
 
@@ -33091,10 +33075,8 @@ def run_command(parsed: Parsed, session: Session) -> int:
 def report_error(session: Session, error: TorcError) -> int:
     """An error's message and problems on stderr; its exit code."""
     problems = getattr(error, 'problems', [])
-    for problem in problems[:PROBLEMS_SHOWN]:
-        session.report(*printable_message(f'error: {problem}').split('\n'))
-    if len(problems) > PROBLEMS_SHOWN:
-        session.report(f'and {len(problems) - PROBLEMS_SHOWN} more')
+    for text in first_lines([f'error: {problem}' for problem in problems], PROBLEMS_SHOWN):
+        session.report(*printable_message(text).split('\n'))
     # The message of an error with one problem is that problem: it is said once.
     if error.message not in [text for problem in problems for text in (problem.message, str(problem),
                                                                        str(problem._replace(path='')))]:
@@ -33104,17 +33086,11 @@ def report_error(session: Session, error: TorcError) -> int:
     return error.exit
 
 
-@contextlib.contextmanager
-def logging_at_level(parsed: Parsed) -> Iterator[None]:
-    """The log has the level that was asked for, for a while; a server's tells more than a command's."""
+def level_of(parsed: Parsed) -> Any:
+    """The level of the log that was asked for; a server's tells more than a command's."""
     usual = 'info' if parsed.command is not None and parsed.command.name == 'serve' else 'warning'
     level = parse_log_level(parsed.args.get('log_level') or parsed.options['log_level'] or usual)
-    before = log.level
-    log.setLevel(logging.CRITICAL + 1 if level == 'off' else level.upper())
-    try:
-        yield
-    finally:
-        log.setLevel(before)
+    return logging.CRITICAL + 1 if level == 'off' else level.upper()
 
 
 def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None, stdin: Any = None,
@@ -33135,7 +33111,7 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None,
         if argv is None and parsed.command is not None and parsed.command.name in RUNNER_COMMANDS:
             importlib.import_module('http.client')      # here, once: the runner and its server need it
             session.keeper = keep(KEEPER_CALLS)
-        with logging_at_level(parsed), logging_with(logging.StreamHandler(err), LogLines(LOG_FORMAT)):
+        with logging_with(logging.StreamHandler(err), LogLines(LOG_FORMAT), level_of(parsed)):
             code = run_command(parsed, session)
             session.leave()
         out.flush()
