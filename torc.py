@@ -937,8 +937,7 @@ def link_new(temporary: str, path: str) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        if os.stat(temporary).st_nlink != 2:        # else it was us: NFS sent it twice (open(2))
-            raise
+        raise
     except OSError:     # no hard links (FAT, some FUSE mounts): readers may see an empty file for a moment
         os.close(os.open(path, NEW_FILE, 0o600))
         return False
@@ -1020,17 +1019,13 @@ def keeps_modes(directory: str) -> bool:
 def is_disk_full(path: str) -> bool:
     """Whether hardly anything more can be written. A file system that reports no sizes is not full."""
     found = os.statvfs(path)
-    free = found.f_bavail if os.geteuid() else found.f_bfree
-    needed_bytes = min(FULL_BYTES, found.f_blocks * found.f_frsize // 8)
-    return free * found.f_frsize < needed_bytes or bool(found.f_files and not found.f_ffree)
+    is_full = found.f_blocks and found.f_bavail * found.f_frsize < FULL_BYTES
+    return bool(is_full or found.f_files and not found.f_ffree)
 
 
 def uptime_s() -> float:
     """A clock that nobody can set, and that goes on during suspensions (CLOCK_BOOTTIME, named since 3.7)."""
-    try:
-        return time.clock_gettime(7)
-    except (AttributeError, OSError):
-        return time.monotonic()
+    return time.clock_gettime(7)
 
 
 def read_proc_text(path: str) -> bytes:
@@ -1048,20 +1043,16 @@ def read_boot_id() -> str:
 
 
 def read_pid_namespace() -> int:
-    """Namespace of the pids seen here; a container may have its own (pid_namespaces(7)). 0 if unknown."""
-    try:
-        return os.stat('/proc/self/ns/pid').st_ino
-    except OSError:     # not Linux
-        return 0
+    """Namespace of the pids seen here; a container may have its own (pid_namespaces(7))."""
+    return os.stat('/proc/self/ns/pid').st_ino
 
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37  # linux/prctl.h
 
 
 def call_prctl(option: int, value: Any) -> None:
-    """prctl(2), where there is one."""
-    with contextlib.suppress(AttributeError):   # not Linux
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    """prctl(2)."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def adopt_orphans(adopts: bool) -> bool:
@@ -1276,11 +1267,10 @@ SPACES = re.compile(r' *')
 BLANKS = re.compile(r'[ \t]*')
 LINE_END = re.compile(r'(?:[ \t]+#[^\n]*|[ \t]*)\n')
 
-SIMPLE_TEXT = (r'(?:"([^"\\\n]*)" *|([A-Za-z0-9_./$(][^\n#:]*(?:(?::(?=\S)|(?<=\S)#)[^\n#:]*)*))'
-               r'\n( *)(?=[^\s#])')
-# And the next line's indentation.
-SIMPLE_ENTRY = re.compile(r'([A-Za-z_][\w.-]*): +' + SIMPLE_TEXT, re.ASCII)
-SIMPLE_ITEM = Expression(r'- +' + SIMPLE_TEXT, re.ASCII)
+# With the next line's indentation.
+SIMPLE_ENTRY = re.compile(
+    r'([A-Za-z_][\w.-]*): +(?:"([^"\\\n]*)" *|([A-Za-z0-9_./$(][^\n#:]*(?:(?::(?=\S)|(?<=\S)#)[^\n#:]*)*))'
+    r'\n( *)(?=[^\s#])', re.ASCII)
 # Not n, t, f: null, true, false.
 SURELY_TEXT = frozenset('ABCDEGHIJKLMOPQRSUVWXYZabcdeghijklmopqrsuvwxyz_/$(')
 
@@ -1352,17 +1342,25 @@ def fold_break(match: 're.Match') -> str:
     return ' ' if breaks == 1 else '\n' * (breaks - 1)
 
 
-class YamlText(TextReader):
-    """The parts of a YAML text that are no collections: layout, scalars and aliases. `at` and `column` are
-    the next content after what has been read, and its column (-1 at the end of the text). The parameter
-    `parent` is the indentation of the collection that a value belongs to. The text ends with a line break, so
-    that text[at + 1] exists wherever text[at] is not the last one."""
+class YamlReader(TextReader):
+    """Reads a YAML text by recursive descent. `at` and `column` are the next content after what has been read,
+    and its column (-1 at the end of the text). The parameter `parent` is the indentation of the collection
+    that a value belongs to. The text ends with a line break, so that text[at + 1] exists wherever text[at] is
+    not the last one."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.at = 0
         self.column = 0
         self.anchors = {}       # type: Dict[str, Any]
+
+    def read(self, start: int) -> Any:
+        """The value of the text from `start` on."""
+        self.skip_lines(start)
+        value = None if self.column < 0 else self.read_block(self.at, self.column, -1)
+        if self.column >= 0:
+            self.fail(self.at, 'this does not belong to the value before it: check the indentation')
+        return value
 
     def skip_lines(self, start: int) -> None:
         """From the start of a line, go to the next content."""
@@ -1518,18 +1516,6 @@ class YamlText(TextReader):
                 for key in other:
                     mapping.setdefault(key, other[key])
 
-
-class YamlReader(YamlText):
-    """Reads a YAML text by recursive descent."""
-
-    def read(self, start: int) -> Any:
-        """The value of the text from `start` on."""
-        self.skip_lines(start)
-        value = None if self.column < 0 else self.read_block(self.at, self.column, -1)
-        if self.column >= 0:
-            self.fail(self.at, 'this does not belong to the value before it: check the indentation')
-        return value
-
     # -------- block collections --------
 
     def read_block(self, at: int, column: int, parent: int) -> Any:
@@ -1542,13 +1528,10 @@ class YamlReader(YamlText):
 
     def read_collection(self, at: int, first: int, column: int) -> Any:
         """A sequence or mapping that begins at `first`, None if none does. Blanks stand after `at`."""
-        is_sequence = self.is_dash(first)
-        key = None if is_sequence else self.read_key(first)
-        if not (is_sequence or key):
-            return None
-        if '\t' in self.text[at:first]:
+        read = self.read_sequence if self.is_dash(first) else self.read_mapping if self.read_key(first) else None
+        if read and '\t' in self.text[at:first]:
             self.fail(at, TAB_INDENT)
-        return self.read_sequence(first, column) if is_sequence else self.read_mapping(first, column, key)
+        return read and read(first, column)
 
     def read_sequence(self, at: int, column: int) -> List[Any]:
         """Items '- value' at one column."""
@@ -1556,7 +1539,7 @@ class YamlReader(YamlText):
         offsets = self.enter(at, items)
         while True:
             offsets.append(at)
-            items.append(self.read_item(at, column))
+            items.append(self.read_value(at + 1, column, compact=at - column))
             at = self.at
             if self.column != column or not self.is_dash(at):
                 break
@@ -1565,19 +1548,8 @@ class YamlReader(YamlText):
         self.depth -= 1
         return items
 
-    def read_item(self, at: int, column: int) -> Any:
-        """One item of a block sequence."""
-        simple = SIMPLE_ITEM.match(self.text, at)
-        # A next line that is indented more would belong to the text: then the slow way decides.
-        if simple:
-            quoted, plain, indent = simple.groups()
-            if len(indent) <= column:
-                self.at, self.column = simple.end(), len(indent)
-                return quoted if plain is None else self.number(at + 2, parse_plain, plain.rstrip(' \t'))
-        return self.read_value(at + 1, column, compact=at - column)
-
-    def read_mapping(self, at: int, column: int, known: Optional[Tuple[Any, int]] = None) -> Dict[Any, Any]:
-        """Entries 'key: value' at one column. `known`: the first key, where it has been read already."""
+    def read_mapping(self, at: int, column: int) -> Dict[Any, Any]:
+        """Entries 'key: value' at one column."""
         # Locals: this loop reads most lines of most files.
         text, match_simple = self.text, SIMPLE_ENTRY.match
         mapping, merged = {}, []    # type: Dict[Any, Any], List[Tuple[int, Any]]
@@ -1598,10 +1570,10 @@ class YamlReader(YamlText):
                 offsets.append(at)
                 self.at, self.column = simple.end(), len(indent)
             else:       # values on several lines, collections
-                key, colon = known or self.read_key(at) or self.fail_no_key(at)
+                key, colon = self.read_key(at) or self.fail_no_key(at)
                 value = self.read_value(colon, column, after_key=True)
                 self.add_entry(mapping, key, value, at, merged)
-            at, known = self.at, None
+            at = self.at
             if self.column != column:
                 break
         if self.column > column:
@@ -2535,9 +2507,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('cpu',         'bool', 'its CPUs', True),
         ('memory',      'bool', 'its memory', True),
     )),
-    ('dynamic_jobs', (
-        ('max_iterations', 'positive', 'generations of one lineage'),
-    )),
+    ('dynamic_jobs', (('max_iterations', 'positive', 'generations of one lineage'),)),
 ) for name, *row in rows)
 
 # Names of earlier years: (where, old name) -> name now.
@@ -3537,8 +3507,6 @@ def combine_values(values: Dict[str, List[Value]], mode: str, limit: int) -> Ins
 
 RELATION = Expression(r'\$\{(files|user_data)\.(input|output)\.((?:[^{}]|\{[^{}]*\})*?)(:q)?\}')
 PATH_LIST = Expression(r'\$\{files\.(inputs|outputs)\}')
-# Literal, after ^.
-REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*?{]))*))?')
 
 
 class Expansion:
@@ -3697,7 +3665,6 @@ class Planner:
         self.sets = {}              # dependency set, as sorted indexes -> its number
         self.job_classes = {}       # (resources, priority, scheduler, labels) -> its number
         self.matches = {}           # (noun, regular expression) -> indexes of the names in which it is found
-        self.sorted_names = {}      # noun -> names, to find those with one beginning
         self.templates = []         # blocks of jobs
         self.starts = []            # index of each template's first job
         self.declared = set(workflow.get('parameters', {}))     # names of all parameters
@@ -3751,14 +3718,10 @@ class Planner:
     def plan_files(self) -> None:
         """Expand the files."""
         for expansion in self.expand('file'):
-            block = expansion.block
+            given = {'path': '', **{name: expansion.block[name] for name in ('path', 'identifier', 'st_mtime')
+                                    if name in expansion.block}}
             for name in expansion.walk():
-                record = {'name': name, 'path': expansion.text(block.get('path', ''), 'path')}
-                if 'identifier' in block:
-                    record['identifier'] = expansion.text(block['identifier'], 'identifier')
-                if 'st_mtime' in block:
-                    record['st_mtime'] = block['st_mtime']
-                self.files.append(record)
+                self.files.append({'name': name, **{key: expansion.json(value, key) for key, value in given.items()}})
 
     def plan_user_data(self) -> None:
         """Expand the user data."""
@@ -3789,26 +3752,15 @@ class Planner:
         pattern = expansion.text(template, key, is_regex=True)
         try:
             if (noun, pattern) not in self.matches:
-                search, index = parse_regex(pattern).search, self.names[noun]
-                found = [index[name] for name in self.likely(noun, pattern) if search(name)]
-                self.matches[noun, pattern] = tuple(sorted(found))
+                search = parse_regex(pattern).search
+                self.matches[noun, pattern] = tuple(sorted(
+                    index for name, index in self.names[noun].items() if search(name)))
             if not self.matches[noun, pattern] and not self.context.is_partial:
                 raise ValueError(f"'{shorten(pattern)}' did not match any {noun} name")
         except ValueError as error:
             if expansion.is_new(key, template):
                 expansion.block.error(f'{key}: {error}', key)
         return self.matches.get((noun, pattern), ())
-
-    def likely(self, noun: str, pattern: str) -> Iterable[str]:
-        """Names that a regex may match, by its literal beginning: many regexes over many names stay cheap."""
-        is_plain = '|' not in pattern and '(?' not in pattern
-        start = re.sub(r'\\(.)', r'\1', REGEX_START.match(pattern).group(1) or '') if is_plain else ''
-        if not start:
-            return self.names[noun]
-        if noun not in self.sorted_names:
-            self.sorted_names[noun] = sorted(self.names[noun])
-        names = self.sorted_names[noun]
-        return names[bisect.bisect_left(names, start):bisect.bisect_left(names, start + chr(sys.maxunicode))]
 
     def relate(self, expansion: Expansion, noun: str, given: str, regexes: str,
                tokens: Sequence[Optional[int]] = ()) -> Tuple[int, ...]:
@@ -4102,25 +4054,21 @@ RESERVED_IDENTIFIERS = Expression(r'#torc-|#software-|#job-|(?:ro-crate-metadata
 
 def check_identifiers(planner: Planner) -> None:
     """RO-Crate identifiers: of input files only, each once."""
-    files, seen = planner.files, {}     # identifier -> name of its file
-    named = [index for index, file in enumerate(files) if 'identifier' in file]
-    if not named:
-        return
     outputs = {file for job in planner.jobs for file in job.output_files}
     inputs = {file for job in planner.jobs for file in job.input_files}
-    paths = {file['path']: index for index, file in enumerate(files)}
-    for index in named:
-        name, identifier = files[index]['name'], files[index]['identifier']
-        other, shown = seen.setdefault(identifier, name), f"'{shorten(identifier)}'"
+    taken = {file['path']: file['name'] for file in planner.files}      # or an identifier -> whose it is
+    for index, file in enumerate(planner.files):
+        if 'identifier' not in file:
+            continue
+        name, identifier = file['name'], file['identifier']
+        other, shown = taken.setdefault(identifier, name), f"'{shorten(identifier)}'"
         reasons = (
             ('needs enable_ro_crate: true in the workflow', not planner.workflow.value('enable_ro_crate')),
-            ('is for input files only, and a job writes this one', index in outputs),
-            ('is for input files only, and no job reads this one',
-             index not in inputs and 'st_mtime' not in files[index]),
+            ('is for files that jobs read and none writes',
+             index in outputs or index not in inputs and 'st_mtime' not in file),
             ('must not be empty', not identifier.strip()),
             (f'{shown} is reserved', RESERVED_IDENTIFIERS.match(identifier)),
-            (f"{shown} is also that of file '{shorten(other)}'", other != name),
-            (f'{shown} is the path of another file', paths.get(identifier, index) != index))
+            (f"{shown} is also that, or the path, of file '{shorten(other)}'", other != name))
         for reason in [reason for reason, is_so in reasons if is_so][:1]:
             planner.workflow.error(f"file '{shorten(name)}': identifier {reason}", 'files')
 
@@ -5178,7 +5126,7 @@ class Store(Statements):
         self.snapshots = None               # type: Any  # the same, if the database is in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
-        self._files = None                  # type: Any  # what has the names of our files, as it is to stay
+        self.files = None                  # type: Any  # what has the names of our files, as it is to stay
         prepare_files(path)
         before = file_identity(path)        # before it is opened: it may be replaced until it is locked
         super().__init__(open_database(path, has_locks), now, {})
@@ -5186,7 +5134,7 @@ class Store(Statements):
             # In exclusive mode the lock of the first transaction is kept (sqlite.org/pragma.html).
             self.execute('BEGIN IMMEDIATE')
             self.execute('COMMIT')
-            self.adopt_files()
+            self.files = self.look()
             self.check_name(before)
             prepare_schema(self.connection, path)
         except (sqlite3.Error, OSError, TorcError) as error:
@@ -5198,7 +5146,7 @@ class Store(Statements):
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
         is_on_disk = self.lease is not None and self.snapshots is None
-        is_lost = self._files is not None and self.look()[0] not in (self._files[0], (0, 0))
+        is_lost = self.files is not None and self.look()[0] not in (self.files[0], (0, 0))
         if is_lost or is_on_disk and is_refused(functools.partial(self.check_lease, True)):
             # Closed, SQLite would delete the log of who has the database now, by its name.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
@@ -5225,13 +5173,9 @@ class Store(Statements):
         """Which files have the names of ours now."""
         return tuple(map(file_identity, (self.path, self.path + '-wal')))
 
-    def adopt_files(self) -> None:
-        """What has the names of our files now was put there by us."""
-        self._files = self.look()
-
     def check_name(self, before: Optional[Tuple[int, int]] = None) -> None:
         """Conflict if our name has another file than before, or than when it was opened."""
-        if self.look()[0] != (before or self._files[0]):
+        if self.look()[0] != (before or self.files[0]):
             raise Conflict(f'the database {self.path} was replaced while it was opened: try again')
 
     def check_in_place(self) -> None:
@@ -5239,8 +5183,8 @@ class Store(Statements):
         if not self.loss:
             self.check_lease()
             found = self.look()
-            if found != self._files:
-                self.on_loss('' if found[0] != self._files[0] else '-wal')
+            if found != self.files:
+                self.on_loss('' if found[0] != self.files[0] else '-wal')
         if self.loss:
             raise Conflict(self.loss)
 
@@ -5266,7 +5210,7 @@ class Store(Statements):
         if self.snapshots is None:      # if it is in memory, it writes its last snapshot
             self.loss += f'. {self.rescue()}'
             log_file = self.path + '-wal'
-            if file_identity(log_file) == self._files[1]:   # SQLite would write it into any file of our name
+            if file_identity(log_file) == self.files[1]:   # SQLite would write it into any file of our name
                 with contextlib.suppress(OSError):
                     os.replace(log_file, log_file + '.old')
 
@@ -5429,19 +5373,16 @@ def check_state_file(found: os.stat_result, path: str) -> None:
 
 def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
     """What SQLite refused, as an error for users."""
-    text = str(error)
+    text, cure = str(error), 'give another place with --db'
     if 'locked' in text or 'busy' in text:
-        return Conflict(f'the database {path} is in use by another torc.py; stop it, or give another place '
-                        'with --db')
+        return Conflict(f'the database {path} is in use by another torc.py; stop it, or {cure}')
     if 'malformed' in text:
-        return BadInput(f'the database {path} is damaged ({text}): go back to a copy, or give another place '
-                        'with --db')
+        return BadInput(f'the database {path} is damaged ({text}): go back to a copy, or {cure}')
     if 'not a database' in text:
-        return BadInput(f'{path} is not a torc.py database ({text}); give another place with --db')
-    if 'full' in text:
-        return TorcError(f'no space left for the database {path}; nothing of this request was stored',
-                         http=503)
-    return TorcError(f'the database {path} cannot be used: {text}', http=503)
+        return BadInput(f'{path} is not a torc.py database ({text}); {cure}')
+    reason = f'cannot be used: {text}' if 'full' not in text else \
+        'has no space left; nothing of this request was stored'
+    return TorcError(f'the database {path} {reason}', http=503)
 
 
 def is_refused(check: Callable[[], Any]) -> bool:
@@ -12483,7 +12424,7 @@ def open_on_disk(database: str, takes_over: bool = False, has_locks: bool = True
         # A migration may have written: after a kill its log would be applied to the new file.
         store.value('PRAGMA wal_checkpoint(TRUNCATE)')
         replace_with_copy(found, database)
-        store.adopt_files()
+        store.files = store.look()      # what we have put there
         os.unlink(database + '.memory')
     log.warning('%s was in memory when its server was killed: its changes were written back', database)
     shutil.rmtree(os.path.dirname(live), ignore_errors=True)
@@ -16542,10 +16483,7 @@ class TreeSampler:
 
     def find_members(self) -> None:
         """Find the processes that are new, and whose they are."""
-        try:
-            pids = {int(name) for name in os.listdir(self.root) if name.isdigit()}
-        except OSError:     # no /proc
-            return
+        pids = {int(name) for name in os.listdir(self.root) if name.isdigit()}
         trees = self.trees.values()
         sessions = {tree.pid: tree for tree in trees}
         owners = {pid: tree for tree in trees for pid in tree.members}
