@@ -25634,12 +25634,10 @@ def cmd_latest_event(session: Session, args: Arguments) -> Answer:
 def stream_values(session: Session, op: str, until: float = math.inf, **params: Any) -> Iterator[Any]:
     """Values of a stream's events; missed events are reported on stderr."""
     for event in session.client.stream(op, until, **params):
-        if event.type != 'warning':
+        if event.type == 'warning':
+            session.report(f"torc: {event.data.get('dropped') or 'some'} events were missed")
+        else:
             yield event.data
-            continue
-        count = event.data.get('dropped') if isinstance(event.data, dict) else None
-        session.report(f'torc: {count} events were missed' if count is not None
-                       else 'torc: events were missed while the server was away')
 
 
 def cmd_monitor_events(session: Session, args: Arguments) -> None:
@@ -26111,15 +26109,13 @@ RESULT_KEYS = ('job_id', 'job_name', 'status', 'run_id', 'return_code', 'reason'
 
 def cmd_results_list(session: Session, args: Arguments) -> Union[Answer, Listing]:
     """Results of the newest attempts; --failed drops those with return code 0 before the limit counts."""
-    workflow_id = args['workflow_id']
-    query = given(args, 'workflow_id', 'failed', 'include_logs', 'output_dir', 'limit', 'offset')
-    offset, limit = args['offset'] or 0, args['limit']
+    workflow_id, query = args['workflow_id'], given(args, 'failed', 'include_logs', 'output_dir')
     if args['failed']:
-        items = [item for item in session.items('list_results', workflow_id=workflow_id,
-                                                **query) if item['return_code'] != 0]
-        items = items[offset:None if limit is None else offset + limit]
+        offset, limit = query.pop('offset', 0), query.pop('limit', None)
+        items = session.items('list_results', **query)
+        items = [item for item in items if item['return_code'] != 0][offset:][:limit]
     else:
-        items = session.items('list_results', limit, offset, workflow_id=workflow_id, **query)
+        items = session.items('list_results', **query)
     items = [with_nulls(item, MEASURED) for item in items]
     if not args['include_logs']:
         return Listing(headings_of(NOUNS['results'].columns), items, 'results')
@@ -26459,8 +26455,7 @@ def search_bundle(path: str, wanted: Optional[int]) -> Tuple[Dict[str, Any], Fou
             for member in filter(tarfile.TarInfo.isfile, bundle):
                 name, content = os.path.basename(member.name), bundle.extractfile(member)
                 if member.name == 'bundle_metadata.json':
-                    found = parse_json(content.read(MAX_BODY_BYTES).decode('utf-8', 'replace'))
-                    metadata = found if isinstance(found, dict) else {}
+                    metadata = parse_json(content.read(MAX_BODY_BYTES).decode('utf-8', 'replace'))
                 elif is_log_name(name) and wanted in (None, workflow_in_name(name)):
                     files.append((member.name, find_errors(content)))
     except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
