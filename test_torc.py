@@ -11643,18 +11643,6 @@ def slurm_environment(**changes: Optional[str]) -> Dict[str, str]:
     return {name: value for name, value in {**usual, **changes}.items() if value is not None}
 
 
-class AnsweringSlurm:
-    """`scontrol show WORD` with these answers, texts or Replies; remembers the calls."""
-
-    def __init__(self, **answers: Any) -> None:
-        self.answers, self.calls = answers, []      # type: Any, List[List[str]]
-
-    def ask(self, argv: Sequence[str]) -> Any:
-        self.calls.append(list(argv))
-        answer = self.answers.get(argv[2], '')
-        return answer if isinstance(answer, torc.Reply) else torc.Reply(0, answer, '')
-
-
 class OwnAllocationTest(unittest.TestCase):
     """What a runner finds out about the Slurm job around it."""
     JOB = ('JobId=5 JobName=a b UserId=u(7) GroupId=u(1) Account=a JobState={state} Reason=None Requeue=1 '
@@ -11671,9 +11659,12 @@ class OwnAllocationTest(unittest.TestCase):
 
     def find(self, environment: Dict[str, str], title: bytes = b'', is_subtask: bool = False, **answers: Any) -> Any:
         """(allocation, notice), below a process with such a title"""
-        self.slurm = AnsweringSlurm(**answers)
-        fakes = {'ask_slurm': self.slurm.ask, 'find_ancestors': lambda pid: [1], 'read_proc_text': lambda path: title,
-                 'measure_node': lambda options: self.HERE}
+        def ask(argv: Sequence[str]) -> Any:        # scontrol show WORD ...
+            self.calls.append(' '.join(argv))
+            answer = answers.get(argv[2], '')
+            return answer if isinstance(answer, torc.Reply) else torc.Reply(0, answer, '')
+        self.calls = []     # type: List[str]
+        fakes = {'ask_slurm': ask, 'find_ancestors': lambda pid: [1], 'read_proc_text': lambda path: title, 'measure_node': lambda options: self.HERE}
         with unittest.mock.patch.multiple(torc, **fakes), unittest.mock.patch.dict(os.environ, environment, clear=True):
             return torc.find_allocation(torc.RunnerOptions(is_subtask=is_subtask, record_id=9))
 
@@ -11705,7 +11696,7 @@ class OwnAllocationTest(unittest.TestCase):
         for node, sizes in ((self.NODES, [8000, 5000]), (self.AWAY, [7000, 7000])):
             found, _ = self.find(slurm_environment(), job=whole, node=node)
             self.assertEqual([(4, size, '') for size in sizes], self.sizes(found.sizes))
-            self.assertEqual(['scontrol', 'show', 'node', '-o', 'node2,node3'], self.slurm.calls[1])
+            self.assertEqual('scontrol show node -o node2,node3', self.calls[1])
         environment = slurm_environment(SLURM_JOB_END_TIME='1795375000', SLURM_RESTART_COUNT='1')
         found, notice = self.find(environment, job=self.AWAY)
         self.assertEqual((['node2', 'node3'], [self.HERE] * 2, 1795375000.0, 1), (found.node_names, found.sizes, found.end_time, found.restart_count))
@@ -11740,7 +11731,7 @@ class OwnAllocationTest(unittest.TestCase):
                 (self.job(state='COMPLETED'), 'that job ended with exit code 0'), (self.job(state='PENDING'), 'that job waits in the queue')):
             self.assertEqual((None, f'SLURM_JOB_ID is 5, but {words}: this runner works as if there were none'),
                              self.find(slurm_environment(SLURMD_NODENAME=None), job=answer))
-        self.assertEqual(((None, ''), []), (self.find({}), self.slurm.calls))
+        self.assertEqual(((None, ''), []), (self.find({}), self.calls))
 
     # Memory of a node and of the largest job -> what is left for jobs, all in MB.
     ROOM = ((4000, 100, 3744), (4000, 3900, 3900), (4000, 4000, 4000), (4000, 5000, 3744), (300, 10, 150), (300, 250, 250))
@@ -11784,16 +11775,15 @@ class AllocationPartsTest(PartTest):
     def test_the_end_is_followed_the_more_often_the_shorter_the_time(self):
         for row in self.LOOKS:
             with self.subTest(row), FakeClock().set() as clock:
-                context, slurm = self.allocation(), AnsweringSlurm()
-                slurm.answers['job'] = {'away': OwnAllocationTest.AWAY, 'unknown': OwnAllocationTest.UNKNOWN}.get(
-                    row['said'], f"JobId=5 {row['said']} X=1\n")
-                query = lambda argv, limit_s, on_reply, variables: on_reply(slurm.ask(argv))    # noqa: E731
-                context.launcher = unittest.mock.Mock(query=query)
+                context, replies = self.allocation(), {'away': OwnAllocationTest.AWAY, 'unknown': OwnAllocationTest.UNKNOWN}
+                context.launcher = unittest.mock.Mock()
                 allocation, watch = context.allocation, torc.AllocationWatch(context)
                 allocation.node_index = 3
                 self.assertEqual(100, watch.due() - clock.now)
                 watch.act(watch.due())
-                self.assertEqual([['scontrol', 'show', 'job', '-o', '5']], slurm.calls)
+                (argv, _, on_reply, _), _ = context.launcher.query.call_args
+                self.assertEqual(['scontrol', 'show', 'job', '-o', '5'], argv)
+                on_reply(replies.get(row['said']) or torc.Reply(0, f"JobId=5 {row['said']} X=1\n", ''))
                 self.assertEqual((float(row['end']), row['over'] == 'yes'), (allocation.end_time - clock.time(), allocation.is_over))
                 self.assertEqual(math.inf if row['next'] == 'never' else float(row['next']), watch.due() - clock.now)
 
