@@ -10651,11 +10651,6 @@ class Graph:
         return (len(columns) * COLUMN_WIDTH - COLUMN_WIDTH + BOX_WIDTH + 20 if columns else 20,
                 10 + ROW_HEIGHT * max(map(len, columns.values()), default=0))
 
-    def shapes(self) -> List[Shape]:
-        """Edges first, so that nodes lie above them."""
-        return [*(self.draw_edge(*pair) for pair in self.edges.items()),
-                *(self.draw_node(node) for node in self.nodes.values())]
-
     def draw_edge(self, ends: Tuple[Any, Any], count: int) -> Shape:
         """A curve from node to node, and how many dependencies it stands for."""
         (x1, y1), (x2, y2) = (self.nodes[key].place for key in ends)
@@ -10699,7 +10694,9 @@ def get_graph(context: Context, workflow_id: int, open: str = '', files: bool = 
     numbers = {key: number for number, key in enumerate(graph.nodes)}
     total = sum(len(graph.known['sets'][number]) for number in graph.known['set_numbers'])
     return {'title': f"{counted(len(graph.names), 'job')}, {total:,} dependenc{'y' if total == 1 else 'ies'}",
-            'width': width, 'height': height, 'shapes': graph.shapes(),
+            'width': width, 'height': height,
+            'shapes': [*itertools.starmap(graph.draw_edge, graph.edges.items()),
+                       *map(graph.draw_node, graph.nodes.values())],    # above the edges
             'nodes': [{'name': node.label, 'layer': node.layer, 'counts': dict(node.counts)}
                       for node in graph.nodes.values()],
             'edges': [[numbers[one], numbers[other], count] for (one, other), count in graph.edges.items()]}
@@ -10721,17 +10718,14 @@ def attempts_of(context: Context, workflow_id: int) -> List[TimelineAttempt]:
     """All attempts of a workflow that have ended or run, by their begin."""
     rows = context.rows(
         'SELECT result.compute_node_id, completion_time, exec_time_minutes, result.status, job.name, job_id '
-        'FROM result JOIN job ON job.id = job_id WHERE result.workflow_id = ?', (workflow_id,))
-    found = []
+        'FROM result JOIN job ON job.id = job_id WHERE result.workflow_id = ?1 UNION ALL SELECT '
+        f'compute_node_id, start_time, NULL, status, name, id FROM job WHERE workflow_id = ?1 AND status = '
+        f'{RUNNING} AND compute_node_id IS NOT NULL AND start_time IS NOT NULL', (workflow_id,))
+    found, now = [], context.now()
     for node_id, text, minutes, status, name, job_id in rows:
-        end = parse_time(text)
-        found.append(TimelineAttempt(node_id, end - 60 * minutes, end, STATUS_NAMES[status], name, job_id))
-    now = context.now()
-    found += [TimelineAttempt(node_id, parse_time(text), now, 'running', name, job_id)
-              for node_id, text, name, job_id in context.rows(
-                  'SELECT compute_node_id, start_time, name, id FROM job WHERE workflow_id = ? '
-                  'AND status = ? AND compute_node_id IS NOT NULL AND start_time IS NOT NULL',
-                  (workflow_id, RUNNING))]
+        when = parse_time(text)     # of its end, or of the begin of what runs
+        begin, end = (when, now) if minutes is None else (when - 60 * minutes, when)
+        found.append(TimelineAttempt(node_id, begin, end, STATUS_NAMES[status], name, job_id))
     return sorted(found, key=operator.attrgetter('begin'))
 
 
@@ -11120,8 +11114,6 @@ def write_plots(paths: Sequence[str], directory: str, prefix: str = '', form: st
 # -------- what the page draws --------
 
 MOST_COMPARED = 40          # attempts, beside what they asked for
-COMPARED = (                # column of results, what was asked for, axis
-    ('peak_memory_bytes', 'memory_bytes', 'memory'), ('peak_cpu_percent', '100 * num_cpus', 'cpu'))
 
 
 class SeriesWanted(Row):
@@ -11134,12 +11126,11 @@ class SeriesWanted(Row):
 
 
 def get_figures(context: Context, workflow_id: int, job_id: int = 0) -> SeriesWanted:
-    """What jobs used, beside what they asked for, and over time; of one job only over time.
-
-    Only what its runners have said to be their output directories is looked into.
-    """
+    """What jobs used, beside what they asked for, and over time; of one job only over time. Only what its
+    runners have said to be their output directories is looked into."""
     panels = []
-    for column, asked, axis in COMPARED:
+    for column, asked, axis in (('peak_memory_bytes', 'memory_bytes', 'memory'),
+                                ('peak_cpu_percent', '100 * num_cpus', 'cpu')):
         rows = context.rows(
             f'SELECT job.name, {column}, CASE WHEN is_implicit THEN NULL ELSE {asked} END FROM result '
             'CROSS JOIN job ON job.id = job_id CROSS JOIN job_kind kind ON kind.id = kind_id '
