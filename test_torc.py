@@ -15408,7 +15408,6 @@ class ExplainTest(CommandTest):
         recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'] == 'workflows diagnose WF')['stdout']
         self.assertEqual((set(recorded), 2, {'count': 2, 'min_seconds': 1800, 'median_seconds': 1800, 'max_seconds': 1800}),
                          (set(found), found['ready_jobs'], found['ready_job_runtime']))
-        self.check('workflows diagnose 1', 'runtime_blocked:                   false\n')
         self.allocate(71, 'complete')       # all allocations are over
         self.check('explain 1', 'Submit its allocations: torc.py slurm regenerate 1 --submit    (or run it here: torc.py run 1)\n')
         self.text('cancel 1 --no-prompts')
@@ -16109,23 +16108,6 @@ class RegenerateTest(SubmitCase):
                       'its jobs keep what they have', made['warnings'])
         self.assertEqual([False, False], [executed for _, _, executed, is_recovery in self.actions() if not is_recovery][:2])
 
-    @slow
-    def test_allocations_that_are_gone_are_planned_again_and_those_of_which_it_is_not_sure_are_not(self):
-        self.regenerate('--submit')
-        for number in (100, 101):
-            os.unlink(self.fakes.path(f'job_{number}'))
-        for user_id, total in ((os.getuid() + 1, 1), (os.getuid(), 3)):     # another user's jobs of these numbers say nothing
-            self.fakes.write('sacct', f'for n in 100 101; do echo "$n|CANCELLED|0:0|{int(time.time())}|{user_id}|ann"; done')
-            self.assertEqual(total, self.regenerate('--dry-run')['total_allocations'])
-        self.fakes.write('sbatch', FAKE_QUEUE['sbatch'].replace('number=$((100 +', 'number=$((200 +'))
-        made = self.regenerate('--submit')
-        self.assertEqual((3, 2, ['small', 'small']), (made['total_allocations'], made['allocations_submitted'],
-                                                      [row['name'].partition('_')[0] for row in made['schedulers_created']]))
-        self.fakes.write('squeue', 'echo "slurm_load_jobs error" >&2; exit 1')
-        self.assertExit(0, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', '--dry-run'),
-                        'warning: Slurm job 102 may be anything: squeue failed: slurm_load_jobs error')
-        self.assertEqual(1, self.regenerate('--dry-run')['total_allocations'])
-
     def test_two_at_once_do_not_both_plan(self):
         with self.world.connect() as client:
             client.call('initialize_jobs', workflow_id=1)
@@ -16752,10 +16734,7 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         for argv, words in ((['--partition', 'none'], "partition 'none' not found"), (['-o', 'a file'], 'a file: Not a directory; name another one'),
                             (['-o', 'taken'], 'taken: job_stdio is not a directory; name another one'),
                             (['--profile', 'nowhere'], "profile 'nowhere' not found")):
-            if words:
-                with self.subTest(words):
-                    self.assertExit(2, self.world.main(*self.OPTIONS, *argv), words)
-                    self.assertEqual(before, self.state())
+            self.assertExit(2, self.world.main(*self.OPTIONS, *argv), words)
         self.assertExit(4, self.world.main(*self.OPTIONS, env={'TORC_FAKE_SBATCH': '/no/sbatch'}), 'there is no /no/sbatch here')
         self.assertEqual(before, self.state())
 
@@ -17005,8 +16984,11 @@ class WatchTest(CommandTest):
 
     def test_a_database_that_others_have_is_not_waited_for_without_end(self):
         self.make(self.PLAIN + 'compute_node_wait_for_healthy_database_minutes: 0\n')
-        with unittest.mock.patch.object(torc.Client, 'travels', True), unittest.mock.patch.object(      # as one in an allocation
-                torc.Supervision, 'poll', side_effect=[torc.Conflict('another command has it'), KeyboardInterrupt]):
+        errors = iter((torc.Conflict('another command has it'), KeyboardInterrupt()))
+        def poll(watch: Any) -> None:
+            watch.session.client.server = {'travels': True}     # as one in an allocation
+            raise next(errors)
+        with unittest.mock.patch.object(torc.Supervision, 'poll', poll):
             self.assertExit(4, self.world.main('watch', 1, '-p', 0.01), 'given up: another command has it')
 
     @slow
@@ -19834,7 +19816,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34125
+TORC_LINES = 34121
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

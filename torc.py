@@ -28011,9 +28011,9 @@ def list_allocations(session: Session, workflow_id: int) -> List[str]:
     return sorted({str(job_id) for job_id in found if job_id}, key=lambda job_id: (len(job_id), job_id))
 
 
-def ask_accounts(session: Session, workflow_id: int,
-                 job_ids: Sequence[str]) -> Tuple[List[JobAccount], List[str]]:
-    """What sacct says of these allocations, in one call, and errors. Refused if it says nothing at all."""
+def ask_accounts(session: Session, workflow_id: int) -> Tuple[List[str], List[JobAccount], List[str]]:
+    """The Slurm jobs of a workflow, what sacct says of them in one call, and errors. Refused if it says nothing."""
+    job_ids = list_allocations(session, workflow_id)
     since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400    # clocks, and time zones
     found = []
     for start in range(0, len(job_ids), MAX_LISTED_JOBS):
@@ -28024,7 +28024,8 @@ def ask_accounts(session: Session, workflow_id: int,
                           f'{workflow_id}` shows what runners have gathered')
         found += read_job_accounts(reply.out)
     known = {account.job_id for account in found}
-    return found, [f'sacct does not know Slurm job {job_id}' for job_id in job_ids if job_id not in known]
+    unknown = [job_id for job_id in job_ids if job_id not in known]
+    return job_ids, found, [f'sacct does not know Slurm job {job_id}' for job_id in unknown]
 
 
 def cmd_slurm_stats(session: Session, args: Arguments) -> Listing:
@@ -28044,11 +28045,10 @@ def cmd_slurm_stats(session: Session, args: Arguments) -> Listing:
 def cmd_slurm_sacct(session: Session, args: Arguments) -> Union[Answer, Listing]:
     """What sacct says of a workflow's allocations and their steps."""
     workflow_id = args['workflow_id']
-    job_ids = list_allocations(session, workflow_id)
+    job_ids, accounts, errors = ask_accounts(session, workflow_id)
     if not job_ids:
         return Answer({'workflow_id': workflow_id, 'message': NO_ALLOCATIONS, 'summary': []},
                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
-    accounts, errors = ask_accounts(session, workflow_id, job_ids)
     with_steps = {account.job_id for account in accounts if account.step}
     shown = [account for account in accounts if account.step or account.job_id not in with_steps]
     for job_id in sorted({account.job_id for account in accounts}) if args['save_json'] else ():
@@ -28070,8 +28070,7 @@ def cmd_slurm_sacct(session: Session, args: Arguments) -> Union[Answer, Listing]
 
 def sum_usage(session: Session, workflow_id: int) -> Dict[str, Any]:
     """The time of nodes and CPUs that a workflow's allocations took, over all their runs."""
-    job_ids = list_allocations(session, workflow_id)
-    accounts, errors = ask_accounts(session, workflow_id, job_ids) if job_ids else ([], [])
+    job_ids, accounts, errors = ask_accounts(session, workflow_id)
     whole = [account for account in accounts if not account.step]
     node_s = sum(account.elapsed_s * (account.num_nodes or 1) for account in whole)
     cpu_s = sum(account.cpu_s or 0.0 for account in whole)
@@ -29084,11 +29083,10 @@ def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
 
 def ask_states(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> Dict[Tuple[int, int, int], str]:
     """What sacct says of the steps of attempts of which nobody has said how they ended."""
-    job_ids = list_allocations(session, workflow_id)
-    if not job_ids or not has_slurm_program('sacct'):
+    if not has_slurm_program('sacct'):
         return {}
     try:
-        accounts, _ = ask_accounts(session, workflow_id, job_ids)
+        _, accounts, _ = ask_accounts(session, workflow_id)
     except Refused as error:
         session.report(f'warning: {error.message}')
         return {}
@@ -29103,8 +29101,7 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
                   settings: Dict[str, Any]) -> RecoveryPlan:
     """Work out all that is to be done, and let all that can fail do so before anything changes."""
     number, is_slurm, is_dry_run = found.workflow['id'], found.mode == 'slurm', args['dry_run']
-    given = ((resource, args[f'{resource}_multiplier']) for resource in MEASURES)
-    multipliers = {resource: value for resource, value in given if value is not None}
+    multipliers = given({resource: args[f'{resource}_multiplier'] for resource in MEASURES})
     takes_all = args['retry_unknown'] or bool(args['recovery_hook'])
     asked = {'unknown': takes_all, 'cpu': takes_all or args['cpu_multiplier'] is not None}
     retried = [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
@@ -29476,8 +29473,7 @@ class Supervision:
                                  form=args['progress'] or '')
         self.progress.has_lines &= self.progress.style.is_terminal      # elsewhere the counts are said
         name = 'compute_node_wait_for_healthy_database_minutes'
-        minutes = workflow.get(name)
-        self.window_s = 60.0 * (WORKFLOW_DEFAULTS[name] if minutes is None else minutes)
+        self.window_s = 60.0 * {**WORKFLOW_DEFAULTS, **given(workflow)}[name]
 
     def say(self, message: str, level: str = 'info') -> None:
         """To the log, and to stderr."""
