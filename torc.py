@@ -12686,8 +12686,7 @@ def read_files(value: Any) -> Any:
 OPEN_PATHS = ('/healthz', '/health')    # answered to everybody: they need neither token nor password ...
 PAGE_PATH, LOGIN_PATH = '/', '/login'   # ... as the first of these, and a login
 MAX_LOGIN_BYTES = 4096              # of a body that comes from anybody
-STATIC_PATHS = (*OPEN_PATHS, API_PREFIX + '/ping')      # answered without a verb and without the store ...
-OK_BODY = b'{"status":"ok"}'                            # ... with this
+STATIC_PATHS = (*OPEN_PATHS, API_PREFIX + '/ping')      # answered without a verb and without the store
 MAX_HEAD_BYTES = 64 * 1024          # a query may name many ids
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
 REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
@@ -12717,7 +12716,6 @@ class Identity(Row):
     is_owner: bool              # has shown the server's token
     nonce: str = ''             # that it was signed with; its answer is signed with it, too
     digest: str = ''            # SHA-256 that its body must have, as that was signed; '': any
-    proof: Optional[Dict[str, Any]] = None  # what answers the client's challenge
 
 
 def parse_head(data: bytes) -> RequestHead:
@@ -12808,31 +12806,6 @@ class Signer:
         return f'{SIGNATURE_SCHEME} {clock} {self.nonce} {digest} {mac}'
 
 
-class SignedRequests:
-    """Knows requests that were signed with a token, each once."""
-
-    def __init__(self, token: bytes, server_id: str) -> None:
-        self.token = token
-        self.server_id = server_id
-        self.lock = threading.Lock()
-        self.nonces = collections.OrderedDict()     # type: Dict[str, float]  # -> when it came, by uptime_s()
-
-    def check(self, authorization: str, method: str, target: str) -> Tuple[str, str]:
-        """Nonce of a request, and the digest that its body must have. Denied unless it is signed, and new."""
-        match, now = SIGNATURE.match(authorization), uptime_s()
-        clock, nonce, digest, mac = match.groups() if match else ('0', '', '', '')
-        wanted = sign(self.token, 'request', self.server_id, clock, nonce, digest, method, target)
-        if not hmac.compare_digest(mac, wanted) or abs(now - int(clock)) > SIGNATURE_LASTS_S:
-            raise Denied('the request was altered on its way, or is meant for another server', http=401)
-        with self.lock:
-            while self.nonces and next(iter(self.nonces.values())) < now - 2 * SIGNATURE_LASTS_S:
-                self.nonces.popitem(last=False)
-            if nonce in self.nonces:
-                raise Denied('the request was sent before', http=401)
-            self.nonces[nonce] = now
-        return nonce, digest
-
-
 # -------- TLS --------
 
 def open_tls(certificate: str, key: str) -> Any:
@@ -12920,8 +12893,7 @@ def take_head(received: bytearray, names: Set[str], scheme: str) -> Optional[Req
     if not received or received == b'\r':
         return None
     if not 65 <= received[0] <= 90:
-        hint = ' but a hello of TLS: write http:// in the address' if received[0] == 22 else ''
-        raise BadInput(f'this is not a request of HTTP/1.1{hint}', http=400)
+        raise BadInput('this is not a request of HTTP/1.1', http=400)
     end = received.find(b'\r\n\r\n')
     if (len(received) if end < 0 else end) > MAX_HEAD_BYTES:
         raise BadInput(f'request line and header fields are longer than {MAX_HEAD_BYTES} bytes', http=431)
@@ -13222,7 +13194,8 @@ class Authenticator:
         self.token, self.users = policy.token.encode(), policy.users
         self.lets_anonymous = policy.lets_anonymous
         self.server_id = server_id
-        self.signed = SignedRequests(self.token, server_id)
+        self.lock = threading.Lock()    # held for:
+        self.nonces = collections.OrderedDict()     # type: Dict[str, float]  # -> when it came, by uptime_s()
         self.browsers = Browsers(server_id)
         # who asks with the token, or where there is none
         self.owner = Identity(user_name() if self.token else ANONYMOUS, True)
@@ -13231,7 +13204,7 @@ class Authenticator:
         """Who sends a request. Denied if that is nobody who may; takes a while where it shows a password."""
         authorization = head.fields.get('authorization', '')
         if head.path in OPEN_PATHS or not self.token and self.users is None:
-            return self.prove(head)
+            return self.owner
         shown = authorization or 'torc-session' in head.fields
         if head.path == PAGE_PATH or head.path == LOGIN_PATH and (head.method == 'POST' or not shown):
             return Identity('', False)      # nobody yet
@@ -13241,8 +13214,7 @@ class Authenticator:
                 raise Denied('the password was changed: log in again', http=401)
             return session.identity
         if self.token and authorization.startswith(SIGNATURE_SCHEME + ' '):
-            nonce, digest = self.signed.check(authorization, head.method, f'{head.path}?{head.query}')
-            return self.owner._replace(nonce=nonce, digest=digest)
+            return self.check_signature(head)
         user, password = offered_password(authorization)    # the token may be the password
         scheme, _, value = authorization.partition(' ')
         token = value.strip().encode('latin-1') if scheme.lower() == 'bearer' else password
@@ -13257,14 +13229,30 @@ class Authenticator:
         self.users.check(user, password)
         return Identity(user, False)
 
-    def prove(self, head: RequestHead) -> Identity:
-        """Everybody may ask; who wants a proof that we know the token, to sign from then on, gets one."""
+    def check_signature(self, head: RequestHead) -> Identity:
+        """Who has signed a request with the token. Denied unless it is signed, and new."""
+        match, now = SIGNATURE.match(head.fields['authorization']), uptime_s()
+        clock, nonce, digest, mac = match.groups() if match else ('0', '', '', '')
+        wanted = sign(self.token, 'request', self.server_id, clock, nonce, digest, head.method,
+                      f'{head.path}?{head.query}')
+        if not hmac.compare_digest(mac, wanted) or abs(now - int(clock)) > SIGNATURE_LASTS_S:
+            raise Denied('the request was altered on its way, or is meant for another server', http=401)
+        with self.lock:
+            while self.nonces and next(iter(self.nonces.values())) < now - 2 * SIGNATURE_LASTS_S:
+                self.nonces.popitem(last=False)
+            if nonce in self.nonces:
+                raise Denied('the request was sent before', http=401)
+            self.nonces[nonce] = now
+        return self.owner._replace(nonce=nonce, digest=digest)
+
+    def answer_static(self, head: RequestHead) -> Dict[str, Any]:
+        """What everybody may hear; who wants a proof that we know the token, to sign from then on, gets one."""
         challenge = CHALLENGE.match(head.query) if self.token and head.path in OPEN_PATHS else None
         if not challenge:
-            return self.owner
+            return {'status': 'ok'}
         clock = int(uptime_s())
         mac = sign_proof(self.token, challenge.group(1), self.server_id, clock)
-        return self.owner._replace(proof={'server_id': self.server_id, 'clock': clock, 'signed_proof': mac})
+        return {'status': 'ok', 'server_id': self.server_id, 'clock': clock, 'signed_proof': mac}
 
     def log_in(self, given: Dict[str, str]) -> Identity:
         """Who shows a key, or user and password. Denied; takes a while for a password."""
@@ -13706,8 +13694,7 @@ class Connection:
         if head.path in STATIC_PATHS and head.method in ('GET', 'HEAD'):
             if self.torc.is_leaving:    # a client that was answered here would take us for staying
                 raise Unreachable('the server is ending')
-            proof = self.identity.proof
-            status, data = 200, format_json(dict({'status': 'ok'}, **proof)).encode() if proof else OK_BODY
+            status, data = 200, format_json(self.torc.access.answer_static(head)).encode()
         elif head.path in (PAGE_PATH, LOGIN_PATH):
             status, data, fields = self.answer_browser(body)
         else:
@@ -33522,10 +33509,6 @@ function say(text, isError) {
 
 // ---- asking the server ----
 
-function sayAway(text) {
-  document.getElementById('away').textContent = text;
-}
-
 class LoggedOut extends Error {}
 
 async function request(method, path, body) {
@@ -33535,11 +33518,8 @@ async function request(method, path, body) {
   let answer;
   try {
     answer = await fetch(path, {method, headers, body: sent, signal});
-    sayAway('');
   } catch (error) {
-    if (error.name === 'AbortError') throw error;
-    sayAway('○ the server is away');
-    throw new Error('the server does not answer');
+    throw error.name === 'AbortError' ? error : new Error('the server is away');
   }
   if (answer.ok) return answer;
   const found = (await answer.json().catch(() => ({}))).error || {};
@@ -33831,11 +33811,6 @@ function timeLeft(status, times) {      // from the attempts that ended last: '1
   return `${elapsed(Math.max(0, guess - error))} to ${elapsed(guess + error)}, if ${runs} run at a time`;
 }
 
-function perMinute(results) {   // by the latest that ended, in the last minutes
-  const times = results.map(row => Date.parse(row.completion_time)).filter(time => time > Date.now() - 300000);
-  return times.length ? (times.length * 60000 / Math.max(60000, Date.now() - Math.min(...times))).toPrecision(2) : null;
-}
-
 function showSummary(body, workflow) {
   const id = workflow.id;
   return async () => {
@@ -33847,7 +33822,7 @@ function showSummary(body, workflow) {
       make('div', {class: 'columns'}, make('section', {}, make('h2', {}, 'Jobs'), table({
         Status: ([name]) => link(`w/${id}/jobs?status:${name}`, stateOf(name)), Jobs: row => row[1].toLocaleString('en'),
       }, Object.entries(counts).filter(pair => pair[1]), 'Jobs by status'), facts({
-        'Time left': timeLeft(status, times), 'Ended per minute': perMinute(ended.items), 'Wall time': status.walltime_seconds && elapsed(status.walltime_seconds),
+        'Time left': timeLeft(status, times), 'Wall time': status.walltime_seconds && elapsed(status.walltime_seconds),
         'Execution time': elapsed(60 * (status.total_exec_time_minutes || 0))})),
       make('section', {}, make('h2', {}, 'What it is about'), facts({
         Description: workflow.description, Owner: workflow.user, Project: workflow.project, Run: workflow.run_id,
@@ -34109,7 +34084,7 @@ PAGE_HTML = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>torc</title><link rel="icon" href="data:,"><style>{}</style></head>
 <body class="app"><a class="skip" href="#main">Skip to the content</a>
-<header><a href="#/"><strong>torc</strong></a><span id="who"></span><span id="away" role="status"></span>
+<header><a href="#/"><strong>torc</strong></a><span id="who"></span>
 <button id="out" hidden>Log out</button></header>
 <main id="main" tabindex="-1"></main><div id="said" role="alert"></div>
 <noscript>This page works with JavaScript, which this browser does not run.</noscript>
