@@ -20424,21 +20424,19 @@ class Completions(Part):
 
     def on_verdict(self, attempt: Attempt, verdict: Verdict) -> None:
         """Make the completion; where a failure handler wants a retry, its recovery script runs first."""
-        times = {}      # type: Dict[str, Optional[float]]
-        if verdict.status == 'completed' and attempt.job['outputs']:
-            outputs = {str(file_id): path for file_id, path in attempt.job['outputs']}
-            times = read_file_times('', outputs)
-            missing = [path for key, path in outputs.items() if times.get(key, 0) is None]
-            if missing:
-                verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
-            elif self.context.workflow.get('enable_ro_crate'):
-                self.outputs.update(attempt.job['outputs'])
+        declared = attempt.job['outputs'] if verdict.status == 'completed' else ()
+        outputs = {str(file_id): path for file_id, path in declared}
+        times = read_file_times('', outputs)
+        missing = [path for key, path in outputs.items() if times.get(key, 0) is None]
+        if missing:
+            verdict = Verdict('failed', 1, f'declared output files are missing: {first_of(missing)}')
+        elif self.context.workflow.get('enable_ro_crate'):
+            self.outputs.update(declared)
         attempt.completion = completion = {
             'job_id': attempt.id, 'attempt_id': attempt.attempt_id, 'return_code': verdict.return_code,
             'status': verdict.status, 'exec_time_minutes': attempt.end.wall_s / 60,
             'completion_time': format_time(attempt.end.at), 'retry': False, **attempt.usage}
-        times = {key: at for key, at in times.items() if at is not None}
-        if times:
+        if times and not missing:
             completion['file_times'] = times
         if verdict.status != 'completed':
             completion['reason'] = attempt.reason = printable(verdict.message) or explain_end(
@@ -21348,9 +21346,8 @@ class Accounting(Part):
         asked = {step.number: attempt for attempt, step in self.starter.running.items() if step.number}
         self.sample_at = math.inf if asked else now + self.monitor.settings.interval_s
         job_id = self.context.allocation.job_id
-        which = ['-j', job_id, '--allsteps']
-        if len(asked) <= MAX_LISTED_JOBS:
-            which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)]
+        which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)] if len(asked) <= MAX_LISTED_JOBS \
+            else ['-j', job_id, '--allsteps']
         if asked:
             self.call('sstat', which, SSTAT_FORMAT, functools.partial(self.on_samples, asked))
 
@@ -21715,10 +21712,9 @@ class Shutdown(Part):
             self.context.say(f'Slurm job {allocation.job_id} is over', 'warning')
             self.on_signal(signal.SIGTERM)      # it has not come (yet)
         if now >= self.context.stop_at:
-            self.context.say('End time reached: the time limit, less sigkill_headroom_seconds, is over'
-                             if self.context.in_steps else
-                             'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
-                             'and sigkill_headroom_seconds, is over')
+            what = 'End time reached: the time limit, less' if self.context.in_steps else \
+                'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds and'
+            self.context.say(f'{what} sigkill_headroom_seconds, is over')
             self.leave('deadline', self.context.end - self.dispatcher.starter.kill_before_s - now)
         if self.link.state == 'offline' and not (self.context.options.drains
                                                  or self.context.leaving in SIGNAL_REASONS):
@@ -21726,9 +21722,9 @@ class Shutdown(Part):
                              f"stopping {self.attempts.count('running')}", 'warning')
             self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
         if now >= self.context.last_at and not self.is_killed:
-            self.kill_all()
-        overdue = [process for process in self.launcher.children if now >= process.kill_at]
-        self.log_killed(self.launcher.kill(overdue))
+            self.is_killed = True
+            self.kill(self.launcher.children)
+        self.kill([process for process in self.launcher.children if now >= process.kill_at])
         for process in self.launcher.unkillable:    # it keeps its slot
             attempt = self.attempts.find(process)
             name = attempt.name if attempt else 'a script'
@@ -21736,14 +21732,9 @@ class Shutdown(Part):
                 f'{UNKILLABLE_S:g} s after SIGKILL something of it lives (uninterruptible sleep); '
                 'no more jobs are started until that has ended', f'{name}: ', 'warning')
 
-    def kill_all(self) -> None:
-        """SIGKILL everything that still runs."""
-        self.is_killed = True
-        self.log_killed(self.launcher.kill(self.launcher.children))
-
-    def log_killed(self, processes: Sequence[Process]) -> None:
-        """Log what got SIGKILL, in the words of the page."""
-        for process in processes:
+    def kill(self, processes: Iterable[Process]) -> None:
+        """SIGKILL, logged in the words of the page."""
+        for process in self.launcher.kill(processes):
             attempt = self.attempts.find(process)
             self.context.log.write('Job SIGKILL', workflow_id=self.context.workflow_id,
                                    job_id=attempt and attempt.id, pid=process.pid)
@@ -21767,7 +21758,8 @@ class Shutdown(Part):
                              f"{name}: stopping {counted(count, 'job')}; {again} to kill at once", 'warning')
         if is_last and not self.is_killed:      # before they are asked to end
             self.context.say('killing all jobs', 'warning')
-            self.kill_all()
+            self.is_killed = True
+            self.kill(self.launcher.children)
         if is_first:
             self.leave('interrupt', config['sigterm_lead_seconds'])
 
@@ -21786,8 +21778,7 @@ class Shutdown(Part):
             return
         self.context.stop_at = math.inf
         self.actions.stop()
-        find_job = self.attempts.find
-        scripts = [process for process in self.launcher.children if not find_job(process)]
+        scripts = [process for process in self.launcher.children if not self.attempts.find(process)]
         self.launcher.stop(scripts, self.context.stop_signal, lead_s)
         if has_begun:
             return
