@@ -1501,24 +1501,17 @@ MISTAKES = (
     ('w.yaml',  'a: {i}_x\n',                   1, 4, 'text that starts with { must be in quotes'),
     ('w.yaml',  'a: *.txt\n',                   1, 4, 'put text that starts with * in quotes'),
     ('w.yaml',  "a: 'it's'\n",                  1, 8, "write '' for a quote inside single quotes"),
-    ('w.yaml',  'a: "x" y\n',                   1, 8, 'write \\" for a quote inside double quotes'),
     ('w.yaml',  'a: 1\nb:2\n',                  2, 1, 'a blank is missing after the colon'),
-    ('w.yaml',  'a: {a:b}\n',                   1, 5, 'a blank is missing after the colon'),
     ('w.yaml',  'a: [model_{i}]\n',             1, 11, "'{' inside a [list] must be in quotes"),
     ('w.yaml',  'a: echo a: b\n',               1, 10, "put text with ': ' in quotes"),
     ('w.yaml',  'a: "\\d+"\n',                  1, 5, 'write \\\\ for a backslash, or use single quotes'),
     ('w.yaml',  'a:\n\tb: 1\n',                 2, 1, 'use spaces'),
     *(('w.yaml', f'a: {start}x\n',            1, 4, f'text that starts with {start} must be in quotes') for start in '@!%`'),
     ('w.yaml',  'a: 1\r\nb: 2\r\na: 3\r\n',     3, 1, "duplicate key 'a'"),
-    ('w.yaml',  'a: [echo b: c]\n',             1, 11, "put text with ': ' in quotes"),
-    ('w.yaml',  'a: &a\n  &b c\n',              2, 3, 'an anchor must stand behind a key or dash'),
     ('w.yaml',  'a: b\n- c\n',                  2, 1, 'cannot follow a mapping entry'),
     ('w.yaml',  'a: [1, 2\nb: 3\n',             2, 1, 'is a bracket missing?'),
     ('w.yaml',  'a: "x\nb: 3\n',                1, 4, 'text in quotes is not closed'),
     ('w.yaml',  'a: 1\n---\nb: 2\n',            2, 1, 'one YAML document is expected'),
-    ('w.yaml',  'a: "\\ud800"\n',               1, 5, 'write the character itself'),
-    ('w.yaml',  'a: &a 1\nb: &b *a\n',         2, 7, 'an anchor and * cannot follow each other'),
-    ('w.yaml',  'a: [&b 1]\n',                 1, 5, "unexpected '&' inside [ ]"),
     ('w.yaml',  'a: ' + '9' * 2000 + '\n',     1, 4, 'is too long'),
     ('w.yaml',  '<<: 5\n',                      1, 1, "'<<' needs a mapping"),
     ('w.yaml',  'a0: &a0 [x]\n' + ''.join(f'a{number}: &a{number} [*a{number - 1}]\n' for number in range(1, 120)), 1, 1, 'nested more than 100 levels deep'),
@@ -1831,6 +1824,7 @@ BAD_SPECS = (
     # of several blocks
     ('%s', '', (
         ('jobs: [{name: "a{i}", command: c, parameters: {i: 1..10}}]', "job 'a{i}': parameter 'i' '1..10' is no range: write 1:10, or ['1..10'] for the text"),
+        ('jobs: [{name: "a{i}", command: c, parameters: {i: [[1]]}}]', "job 'a{i}': parameter 'i' must be made of numbers and text, not a list"),
         ('jobs: [{name: a, command: "cat ${files.inputs}", timeout: 0}]',
          "job 'a': timeout must be at least 1, not 0",
          "job 'a': ${files.inputs} stands for nothing: the job has no input_files"),
@@ -1945,6 +1939,7 @@ PLANNED_SPECS = (
      'jobs.1.command', '2.txt %s 02', 'jobs.1.invocation_script', 's2', 'jobs.1.env', {'E': 'e2'}, 'jobs.3.input_files', (1,), 'dependency_sets', [[0], [1]],
      'kinds', [[0, 0, 0, None], [1, 0, 1, None], [None, 0, None, ['b', 'l1']], [None, 0, None, ['b', 'l2']]],
      'workflow.execution_config.job_stdio_overrides', {'p1': {'mode': 'none'}, 'p2': {'mode': 'none'}}),
+    ('jobs: [{name: "j{i}", command: "{i}", parameters: {i: ["007", "1:3", true]}}]', 'jobs.0.command', '007', 'jobs.1.command', '1:3', 'jobs.2.command', 'true'),
     # values in regular expressions are escaped
     ('jobs: [{name: v1.5, command: c}, {name: v1x5, command: c}, {name: "c{v}", command: c, depends_on_regexes: ["^v{v}$"], parameters: {v: [1.5]}}]', 'dependency_sets', [[0]]),
     # what many jobs share stands once
@@ -9022,19 +9017,12 @@ class ClientStreamTest(ServedTest):
 MB = 1 << 20
 
 
-class ProcTest(unittest.TestCase):
+class ProcTest(WorldTest):
     """Tests with a root like /proc, of files that they write."""
 
     def setUp(self) -> None:
-        self.root = tempfile.mkdtemp(prefix='torc proc ')
-        self.addCleanup(shutil.rmtree, self.root)
-
-    def write(self, name: str, text: str) -> str:
-        path = os.path.join(self.root, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, 'w') as file:
-            file.write(text)
-        return path
+        super().setUp()
+        self.root, self.write = self.world.directory, self.world.write
 
     def process(self, pid: int, session: int = 10, size_mb: float = 1, ticks: Sequence[int] = (0, 0, 0, 0), parent: int = 1,
                 state: str = 'S', start: int = 5) -> None:
@@ -9659,31 +9647,28 @@ class HpcConfigTest(WorldTest):
         max_walltime_secs = 1
         '''
 
-    def read(self, text: str) -> Any:
-        self.world.write('xdg/torc/config.toml', text)
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('xdg/torc/config.toml', self.CONFIG)
         with self.world.inside({'XDG_CONFIG_HOME': self.world.path('xdg')}):
-            return torc.read_settings(None)
+            self.config = torc.read_settings(None)
+        self.known = {profile.name: profile for profile in torc.known_profiles(self.config)}
 
     def test_the_users_own_are_known_and_replace_those_built_in(self):
-        config = self.read(self.CONFIG)
-        known = {profile.name: profile for profile in torc.known_profiles(config)}
-        self.assertEqual(['dane', 'kestrel', 'mine'], list(known))
-        self.assertEqual(['only'], [partition.name for partition in known['dane'].partitions])
-        all_nodes, = known['mine'].partitions
-        self.assertEqual(torc.Partition(name='all', cpus_per_node=8, memory_mb=16000, max_walltime_secs=3600, gpus_per_node=1), all_nodes)
+        self.assertEqual(['dane', 'kestrel', 'mine'], list(self.known))
+        self.assertEqual(['only'], [partition.name for partition in self.known['dane'].partitions])
+        self.assertEqual([torc.Partition(name='all', cpus_per_node=8, memory_mb=16000, max_walltime_secs=3600, gpus_per_node=1)], self.known['mine'].partitions)
         for environment, hostname, wanted in (({'SITE': 'mine'}, 'h', True), ({'SITE': 'mines'}, 'h', False), ({}, 'login12.x.org', True),
                                               ({}, 'login.x.org', False)):
-            self.assertEqual(wanted, torc.is_here(known['mine'], environment, hostname), (environment, hostname))
+            self.assertEqual(wanted, torc.is_here(self.known['mine'], environment, hostname), (environment, hostname))
 
     def test_whose_account_is_charged(self):
-        config = self.read(self.CONFIG)
-        known = {profile.name: profile for profile in torc.known_profiles(config)}
         for wanted, given, defaults, profile in (
                 ('a', 'a', {'account': 'b'}, 'kestrel'), ('b', None, {'account': 'b'}, 'kestrel'),
                 ('wind', None, {}, 'kestrel'), ('own', None, {}, 'mine'), ('everybody', None, {}, 'dane')):
-            self.assertEqual(wanted, torc.find_account(given, defaults, known[profile], config))
+            self.assertEqual(wanted, torc.find_account(given, defaults, self.known[profile], self.config))
         with self.assertRaisesRegex(torc.BadInput, 'give --account'):
-            torc.find_account(None, {}, known['dane'], torc.Settings())
+            torc.find_account(None, {}, self.known['dane'], torc.Settings())
 
 
 # ======== 14b. Allocation plan ========
@@ -9741,10 +9726,8 @@ class AllocationPlanTest(unittest.TestCase):
         table = rows_of('''
             cpus  memory  gpus  hours  nodes  kestrel    dane
             1     1       0     1      1      short      pbatch
-            104   240     0     1      1      short      pbatch
             112   240     0     1      1      gpu-h100s  pbatch
             1     500     0     1      1      medmem     -
-            1     1500    0     1      1      bigmem     -
             1     1500    0     100    1      bigmeml    -
             1     1       1     1      1      gpu-h100s  -
             1     1       4     30     1      gpu-h100   -
@@ -9752,7 +9735,6 @@ class AllocationPlanTest(unittest.TestCase):
             1     1       0     4      1      standard   pbatch
             1     1       0     100    1      long       pserial
             1     1       0     300    1      -          pall
-            1     1       0     1      2240   short      pbatch
             1     1       0     1      3000   -          pbatch
             ''')
         for row in table:
@@ -9772,9 +9754,7 @@ class AllocationPlanTest(unittest.TestCase):
                 (whole, resource_class(cpus=4), 1, (64, 256000, 0)), (whole, resource_class(gpus=1), 1, (64, 256000, 4)),
                 (whole._replace(memory_mb=4000), resource_class(gigabytes=0.9), 4, (64, 4000, 0)),
                 (whole._replace(memory_mb=246064), resource_class(), 4, (64, 240 * 1024, 0)),
-                (shared, resource_class(cpus=4), 1, (4, 256 + gib, 0)), (shared, resource_class(cpus=4, gpus=1), 3, (12, 256 + 3 * gib, 3)),
-                (shared, resource_class(cpus=4, gigabytes=2), 100, (60, 256 + 15 * (1024 + gib), 0)),
-                (shared, resource_class(gigabytes=250), 7, (1, 256000, 0)), (shared, resource_class(cpus=5, gpus=2, nodes=3), 7, (5, 256 + gib, 2))):
+                (shared, resource_class(cpus=4, gpus=1), 3, (12, 256 + 3 * gib, 3)), (shared, resource_class(cpus=5, gpus=2, nodes=3), 7, (5, 256 + gib, 2))):
             made, = torc.plan_allocations(chain_of([(0, count)]), [needs], [partition]).schedulers
             self.assertEqual(wanted, (made.num_cpus, made.memory_mb, made.num_gpus), (partition.name, needs, count))
             block = torc.scheduler_block(made, 'acct')
@@ -10011,7 +9991,7 @@ class BatchScriptTest(unittest.TestCase):
         self.assertEqual('srun --overlap --wait=0 --kill-on-bad-exit=0 --mpi=pmi2 --nodes="$SLURM_JOB_NUM_NODES" '
                          '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --input=none', last.splitlines()[0][:-2])
         self.assertIn(' --startup-delay-seconds 11 --tls-insecure --is-subtask\n', last)
-        with self.assertRaisesRegex(torc.Refused, 'start_one_worker_per_node needs mode direct'):
+        with self.assertRaisesRegex(torc.BadInput, 'start_one_worker_per_node needs mode direct'):
             torc.format_batch_script(submission._replace(workflow={'id': 7}), [], self.CALLER)
 
     def test_its_name_begins_with_that_of_the_workflow_or_with_a_prefix_and_a_chain_shares_one(self):
@@ -10059,6 +10039,11 @@ class BatchScriptTest(unittest.TestCase):
             found = torc.resource_options(scheduler, allocation_needs(*needs), partition, set(given), count)
             words = ' '.join(found.get(name, '') for name in ('ntasks-per-node', 'cpus-per-task', 'mem'))
             self.assertEqual(wanted, words, (scheduler, partition, needs, given))
+
+    def test_of_the_nodes_of_a_partition_those_that_jobs_fit_are_asked_for(self):
+        kinds = [torc.Partition(name=name, cpus_per_node=cpus, memory_mb=memory_mb) for name, cpus, memory_mb in (('main', 8, 16000), ('fat', 8, 16000), ('fat', 64, 64000))]
+        for name, cpus, gigabytes, wanted in ((None, 9, 1, kinds[0]), ('fat', 8, 1, kinds[1]), ('fat', 9, 1, kinds[2]), ('fat', 1, 40, kinds[2]), ('no', 1, 1, torc.UNKNOWN_PARTITION)):
+            self.assertEqual(wanted, torc.find_nodes(kinds, name, allocation_needs(cpus, gigabytes << 30)), (name, cpus, gigabytes))
 
     def test_the_more_runners_the_longer_they_take_to_start(self):
         table = {0: 0, 1: 0, 2: 2, 10: 10, 11: 10, 20: 15, 55: 35, 100: 60, 101: 60, 5000: 60}
@@ -10138,7 +10123,6 @@ STEP_ENDS = rows_of("""
     scancel JOB.STEP           step               137 0  canceled    CANCELLED      -          canceled
     scancel -s TERM, dies      step;end 143 15    143 0  canceled    CANCELLED      -          canceled
     scancel -s TERM, exit 3    step;end 3 0       3 0    canceled    FAILED         -          own
-    scancel -s TERM, exit 0    step;end 0 0       0 0    canceled    COMPLETED      -          own
     our own TERM               step;end 143 15    143 0  canceled    -              interrupt  own
     our own KILL               step               137 0  canceled    -              deadline   own
     stopped before it began    -                  143 0  -           -              deadline   no step
@@ -10147,8 +10131,6 @@ STEP_ENDS = rows_of("""
     ... and its job ended      step;end 143 15    137 9  canceled    CANCELLED      -          srun
     time limit, dies           step;end 143 15    143 0  time        TIMEOUT        -          timeout
     time limit, exit 42        step;end 42 0      42 0   time        -              -          timeout
-    time limit, exit 0         step;end 0 0       0 0    time        -              -          own
-    time limit, killed         step               137 0  time        TIMEOUT        -          timeout
     time limit, only sacct     step;end 143 15    143 0  -           TIMEOUT        -          timeout
     memory, linuxproc          step               137 0  polled      CANCELLED      -          memory
     memory, cgroup             step;end 137 9     1 0    oom         OUT_OF_MEMORY  -          memory
@@ -10162,7 +10144,6 @@ STEP_ENDS = rows_of("""
     slurmstepd alone dies      step;lost;end 1 0  0 0    stepd       CANCELLED      -          stepd
     ... and nothing is left    step               0 0    stepd       -              -          stepd
     preempted                  step;end 143 15    143 0  preempted   CANCELLED      -          preempted
-    preempted, saves, exit 5   step;end 5 0       5 0    preempted   -              -          preempted
     busy                       -                  214 0  busy        -              -          no step
     a lying 0                  -                  0 0    -           -              -          no step
     no trace                   step               1 0    -           -              -          vanished
@@ -10382,8 +10363,6 @@ class AccountTextTest(unittest.TestCase):
     def test_samples_of_sstat(self):
         text = ('13.0|00:00:01|64704K\n13.batch|00:00:00|1K\n13+0.2|1-00:00:00.5|\n26_5.3||\n26_5.4|00:00:01|1K\nsstat: chatter\n')
         self.assertEqual({'0': (1.0, 66256896), '2': (86400.5, None)}, torc.read_step_samples(text, {'0', '2', '3'}))
-        self.assertEqual({'2': (90.0, 2097741824)}, torc.read_step_samples('00:01:30|2048576K\n', {'2'}))
-        self.assertEqual({}, torc.read_step_samples('00:01:30|2048576K\n', {'2', '3'}))
 
 
 # ======== 15. Journal ========
@@ -19792,7 +19771,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34087
+TORC_LINES = 34069
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

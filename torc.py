@@ -700,13 +700,10 @@ def format_local_time(text: Optional[str]) -> str:
 def format_elapsed(value_s: float) -> str:
     """Seconds -> '5s', '3m 07s', '2h 05m', '1d 03h', for people."""
     whole = int(value_s)
-    if whole < 60:
-        return f'{whole}s'
-    if whole < 3600:
-        return f'{whole // 60}m {whole % 60:02d}s'
-    if whole < 86400:
-        return f'{whole // 3600}h {whole // 60 % 60:02d}m'
-    return f'{whole // 86400}d {whole // 3600 % 24:02d}h'
+    for unit_s, unit, part_s, part in ((86400, 'd', 3600, 'h'), (3600, 'h', 60, 'm'), (60, 'm', 1, 's')):
+        if whole >= unit_s:
+            return f'{whole // unit_s}{unit} {whole % unit_s // part_s:02d}{part}'
+    return f'{whole}s'
 
 
 def printable(text: str) -> str:
@@ -2782,13 +2779,8 @@ def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
                 mode: str) -> Tuple[Optional[str], Optional[str]]:
     """Files of an attempt's stdout and stderr, by stdio mode; None is /dev/null. Combined: both are one."""
     stem = f'job_wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}'
-    return {
-        'separate': (stem + '.o', stem + '.e'),
-        'combined': (stem + '.log', stem + '.log'),
-        'no_stdout': (None, stem + '.e'),
-        'no_stderr': (stem + '.o', None),
-        'none': (None, None),
-    }[mode]
+    out, error = (stem + end for end in (('.log', '.log') if mode == 'combined' else ('.o', '.e')))
+    return (None if mode in ('no_stdout', 'none') else out, None if mode in ('no_stderr', 'none') else error)
 
 
 DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
@@ -5065,11 +5057,8 @@ class Statements:
 
     def insert(self, table: str, values: Values) -> int:
         """Add a row; keys that are not columns, and `id`, are ignored. The new row's id."""
-        cells = {}
-        for name, codec, _ in self.columns(table):
-            value = values.get(name)
-            if value is not None and name != 'id':
-                cells[name] = ENCODERS[codec](value) if codec in ENCODERS else value
+        cells = {name: encode_cell(codec, values[name]) for name, codec, _ in self.columns(table)
+                 if values.get(name) is not None and name != 'id'}
         marks = ', '.join('?' * len(cells))
         return self.execute(f"INSERT INTO {table} ({', '.join(cells)}) VALUES ({marks})",
                             list(cells.values())).lastrowid
@@ -18111,11 +18100,7 @@ def submission_variables(environment: Any = os.environ) -> Dict[str, Optional[st
 
 def startup_window_s(num_runners: int) -> int:
     """Within so many seconds the runners of one submission start, so that they do not ask all at once."""
-    if num_runners <= 1:
-        return 0
-    if num_runners <= 10:
-        return num_runners
-    return min(60, 10 + (num_runners - 10) * 50 // 90)
+    return min(num_runners, 60, 10 + max(0, num_runners - 10) * 50 // 90) if num_runners > 1 else 0
 
 
 # -------- what is asked for --------
@@ -18826,13 +18811,10 @@ STATS_FIELDS = StepRecord._fields[:6]
 
 def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, Tuple[Optional[float], Optional[int]]]:
     """Output of sstat in SSTAT_FORMAT -> number of a step -> seconds of CPU and bytes, where known, for these
-    numbers. Of a single step it may be without the id, as on the page "Slurm Job Step Monitoring"."""
-    rows = read_slurm_rows(text, 3)
-    if len(numbers) == 1 and not rows:
-        rows = [['.' + number, *row] for number in numbers for row in read_slurm_rows(text, 2)]
+    numbers."""
     # '13.2', '26_5.2', '13+0.2': the number behind the point names the step within its job.
     samples = {step_id.rpartition('.')[2]: (parse_slurm_cpu_time(cpu), parse_slurm_memory(size))
-               for step_id, cpu, size in rows if '.' in step_id}
+               for step_id, cpu, size in read_slurm_rows(text, 3) if '.' in step_id}
     return {number: sample for number, sample in samples.items()
             if number in numbers and sample != (None, None)}
 
