@@ -18157,8 +18157,6 @@ class SettingsTest(CommandTest):
             self.assertIn(line, read_text(user))
         self.assertEqual(0o600, stat.S_IMODE(os.stat(user).st_mode))
         self.assertExit(0, self.world.main('config', 'set', '--local', 'client.run.poll_interval', 9))
-        self.assertEqual('9\n', self.text('config get client.run.poll_interval'))
-        self.assertEqual({'key': 'client.api_url', 'value': None, 'source': 'default'}, self.json('config get client.api_url'))
         shown = self.world.main('config', 'show', '-f', 'json').json()
         self.assertEqual((9, 'torc_output', 'x'), (shown['client']['run']['poll_interval'], shown['client']['run']['output_dir'],
                                                    shown['client']['hpc']['profile_overrides']['dane']['default_account']))
@@ -19771,7 +19769,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34069
+TORC_LINES = 34059
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
