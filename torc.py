@@ -9888,14 +9888,17 @@ class Subscription(Row):
     """What the reader of a stream wants to hear."""
     subject: Any        # id of a workflow, or one of API_SUBJECTS
     least: int          # index in SEVERITIES
+    pause_s: float = 0.0    # after what was sent: for who looks on, the latest that came meanwhile will do
 
 
 API_SUBJECTS = ('api', 'api with bodies')
 
 
-def stream_workflow_events(context: Context, workflow_id: int, level: str = 'info') -> Subscription:
+def stream_workflow_events(context: Context, workflow_id: int, level: str = 'info',
+                           pause_ms: int = 0) -> Subscription:
     """What happens to a workflow from now on; of an unknown level: info."""
-    return Subscription(workflow_id, SEVERITIES.index(level if level in SEVERITIES else 'info'))
+    least = SEVERITIES.index(level if level in SEVERITIES else 'info')
+    return Subscription(workflow_id, least, max(0, min(pause_ms, 1000)) / 1000)
 
 
 def stream_api_events(context: Context, include_bodies: bool = False) -> Subscription:
@@ -11669,7 +11672,7 @@ ROUTES = (
                   list={'path': 'ro_crate_entities', 'query': PAGE},
                   delete_all={'path': 'ro_crate_entities', 'query': ''}),
 
-    route_to('GET', 'events/stream', stream_workflow_events, query='level:str', is_stream=True),
+    route_to('GET', 'events/stream', stream_workflow_events, query='level:str pause_ms:int', is_stream=True),
     route_to('GET', '/admin/api-events/stream', stream_api_events, query='include_bodies:bool',
              is_stream=True),
     route_to('GET', '/admin/api-stats', get_api_stats, query='window_seconds:int interval_seconds:int'),
@@ -12843,6 +12846,8 @@ def read_fingerprint(path: str) -> str:
 
 HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
 LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
+SHOWN_LASTS_S = 2.0                 # that an answer holds for the other pages that ask the same
+MAX_SHOWN_ANSWERS, MAX_SHOWN_BYTES = 64, 2 ** 18
 WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
 
@@ -13092,6 +13097,31 @@ def parse_login(body: bytes) -> Dict[str, str]:
     raise BadInput('a login is {"key": KEY} or {"user": NAME, "password": PASSWORD}', http=400)
 
 
+class ShownAnswers:
+    """What pages were answered a moment ago: many that look at one workflow cost little more than one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()    # held for what follows
+        self.answers = {}       # type: Dict[Tuple[str, ...], Tuple[float, int, bytes]]  # until when, and what
+
+    def find(self, head: RequestHead, identity: Identity) -> Optional[Tuple[int, bytes]]:
+        """Status and body that still hold; None if there are none. What changes something ends all."""
+        with self.lock:
+            if head.method != 'GET':
+                self.answers.clear()
+            found = self.answers.get((identity.user, str(identity.is_owner), head.path, head.query))
+        return found[1:] if found is not None and found[0] > time.monotonic() else None
+
+    def keep(self, head: RequestHead, identity: Identity, status: int, data: bytes) -> None:
+        """An answer for others that ask the same."""
+        with self.lock:
+            if head.method == 'GET' and status == 200 and len(data) <= MAX_SHOWN_BYTES:
+                if len(self.answers) >= MAX_SHOWN_ANSWERS:
+                    self.answers.clear()
+                key = identity.user, str(identity.is_owner), head.path, head.query
+                self.answers[key] = time.monotonic() + SHOWN_LASTS_S, status, data
+
+
 class AccessPolicy(Row):
     """Whom a server lets in."""
     token: str = ''                         # the owner's; '': every request is answered
@@ -13270,6 +13300,7 @@ MAX_STREAMS = 32                    # at once: each has a thread
 MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back
 MAX_SHOWN_REQUESTS = 1024           # the same of requests, with their bodies
 PIECE_BYTES = 65536                 # sent to a reader at once, about
+GLANCE_EVENTS = 20                  # ... to one that pauses
 RESUME_S = 600.0                    # a feed without readers is kept so long, for those who come back
 SHOWN_BODY_BYTES = 8192             # of each body in the stream of requests
 
@@ -13309,17 +13340,18 @@ class Feed:
             # no event, but an id to resume from
             return self.last, f'id: {self.epoch}-{self.last}\n\n'.encode()
 
-    def take(self, number: int, least: int, wait_s: float) -> Tuple[int, bytes]:
-        """What comes after an event, and the number of its last one; b'' if nothing does within a while."""
+    def take(self, number: int, least: int, wait_s: float, most: int = MAX_FEED_EVENTS) -> Tuple[int, bytes]:
+        """What comes after an event, the latest `most` of it, and the number of its last one; b'' if nothing
+        does within a while."""
         with self.more:
             if number == self.last:
                 self.more.wait(wait_s)
-            first = self.last - len(self.events) + 1
+            first = self.last - min(most, len(self.events)) + 1
             parts, size, number = [], 0, number + 1
             if number < first:
                 parts.append(self.format(first - 1, 'warning', {'dropped': first - number}))
                 number = first
-            for severity, text in itertools.islice(self.events, number - first, None):
+            for severity, text in itertools.islice(self.events, number + len(self.events) - 1 - self.last, None):
                 if size >= PIECE_BYTES:
                     break
                 if severity >= least:
@@ -13687,7 +13719,9 @@ class Connection:
         elif head.path in (PAGE_PATH, LOGIN_PATH):
             status, data, fields = self.answer_browser(body)
         else:
-            status, data = self.answer_call(body)
+            is_page = 'torc-session' in head.fields
+            shown = self.torc.shown.find(head, self.identity) if is_page else None
+            status, data = shown or self.answer_call(body)
             if data is None:
                 return      # it was a stream
         self.close_connection = not head.keeps_alive
@@ -13710,6 +13744,8 @@ class Connection:
         except ValueError as error:     # infinite, or half of a surrogate pair: no verb should let it in
             status, value = answer_failure(error, f'the answer to {head.method} {head.path}')
             data = format_json(value).encode()
+        if 'torc-session' in head.fields:
+            self.torc.shown.keep(head, self.identity, status, data)
         return status, data
 
     def answer_browser(self, body: bytearray) -> Tuple[int, bytes, str]:
@@ -13820,11 +13856,13 @@ class Connection:
             self.send(head + first)
             while not self.has_left():
                 was_over = self.torc.is_over
-                number, data = feed.take(number, wanted.least, 0.0 if was_over else min(1.0, KEEP_ALIVE_S))
+                number, data = feed.take(number, wanted.least, 0.0 if was_over else min(1.0, KEEP_ALIVE_S),
+                                         GLANCE_EVENTS if wanted.pause_s else MAX_FEED_EVENTS)
                 if data:
                     self.send(data)
                 elif was_over:
                     return
+                time.sleep(wanted.pause_s)
                 if time.monotonic() >= due_at:
                     due_at = time.monotonic() + KEEP_ALIVE_S
                     if not self.may_read_on(stored):
@@ -13981,6 +14019,7 @@ class Server:
 
         self.traffic = Traffic(store.now)
         self.access = Authenticator(policy, self.id)
+        self.shown = ShownAnswers()
         self.feeds = Feeds()
         self.listener = Listener(self, listener)
         self.waiters = Waiters(self.listener.most // 2)
@@ -29740,14 +29779,20 @@ class RemoteHosts:
         self.gather(lambda worker: self.ssh.ask(worker, order))
 
     def gather(self, ask: Callable[[str], HostAnswer]) -> None:
-        """Call a function for all, some at the same time."""
-        interrupted = threading.Event()
+        """Call a function for all, some at the same time, with a count on a terminal."""
+        count, interrupted, total = itertools.count(1), threading.Event(), len(self.workers)
+        shown = io.StringIO() if self.session.options['quiet'] else self.session.err
 
         def attempt(worker: str) -> Any:
             try:
                 return Refused('interrupted') if interrupted.is_set() else ask(worker)
             except TorcError as error:
                 return error
+            finally:
+                number = next(count)
+                if shown.isatty():
+                    shown.write(f"\r{number} of {counted(total, 'host')}" + '\n' * (number == total))
+                    shown.flush()
         with futures.ThreadPoolExecutor(self.ssh.limit) as pool:
             try:
                 self.answers = list(pool.map(attempt, self.workers))
@@ -33380,7 +33425,7 @@ function showPage(page) {{
 """
 
 APP_SCRIPT = r"""
-const API = '/torc-service/v1', ROW_PX = 26, CHUNK = 200, PIECE = 1 << 18, KEPT_PIECES = 16, EVERY_MS = 2000;
+const API = '/torc-service/v1', ROW_PX = 26, CHUNK = 200, PIECE = 1 << 18, KEPT_PIECES = 16, EVERY_S = 5;
 const RESTS = 10;       // so many times as long as an answer took nothing is asked: a large one costs the server much
 const BROKEN = ['failed', 'terminated', 'canceled'];
 let word = localStorage.getItem('torc-session') || '', server = {}, view = null;
@@ -33482,7 +33527,9 @@ async function request(method, path, body) {
   try {
     answer = await fetch(path, {method, headers, body: sent, signal});
   } catch (error) {
-    throw error.name === 'AbortError' ? error : new Error('the server is away');
+    if (error.name === 'AbortError') throw error;
+    live('away');
+    throw new Error('the server does not answer');
   }
   if (answer.ok) return answer;
   const found = (await answer.json().catch(() => ({}))).error || {};
@@ -33503,28 +33550,62 @@ async function ask(method, path, body) {
 const get = (path, query = {}) => ask('GET', path + '?' + new URLSearchParams(
   Object.entries(query).flatMap(([name, value]) => [].concat(value).map(one => [name, one]))));
 
+const LIVE = {stream: ['●', 'live'], asking: ['◐', 'asking every few seconds'], away: ['○', 'the server is away']};
+function live(how) {
+  if (view) view.how = how;
+  document.getElementById('live').textContent = LIVE[how].join(' ');
+}
+
+async function follow(mine, workflow) {     // the event stream of a workflow, resumed after a break
+  let last = '';
+  while (!mine.gone.signal.aborted) {
+    try {
+      const headers = {...word && {'torc-session': word}, ...last && {'last-event-id': last}};
+      const answer = await fetch(`${API}/workflows/${workflow}/events/stream?pause_ms=1000`, {headers, signal: mine.gone.signal});
+      if (!answer.ok) throw new Error('no stream');
+      live('stream');
+      mine.isDue = true;
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      for (let left = '', piece; !(piece = await reader.read()).done;) {
+        const blocks = (left + piece.value).split('\n\n');
+        left = blocks.pop();
+        for (const block of blocks) {
+          last = (/^id: (.*)$/m.exec(block) || [0, last])[1];
+          mine.isDue = mine.isDue || /^data: /m.test(block);
+        }
+      }
+    } catch (error) {
+      if (error.name === 'AbortError') return;
+      live('asking');
+    }
+    await new Promise(resolve => setTimeout(resolve, 5000));
+  }
+}
+
 // ---- views ----
 
 function begin(title, refresh) {        // a view: what is shown, and what keeps it right
   if (view) view.gone.abort();
-  view = {gone: new AbortController(), refresh, at: 0, rest: 0, isBusy: false};
+  view = {gone: new AbortController(), refresh, at: 0, rest: 0, isDue: true, isBusy: false, how: 'asking'};
   document.title = visible(title) + ' - torc';
+  document.getElementById('live').textContent = '';
   document.getElementById('said').replaceChildren();
   return view;
 }
 
 function soon() {
-  Object.assign(view, {at: 0, rest: 0});
+  Object.assign(view, {at: 0, rest: 0, isDue: true});
   tick();
 }
 
 async function tick() {
-  const mine = view, begun = Date.now();
-  if (!mine || !mine.refresh || mine.isBusy || document.hidden) return;
-  if (begun - mine.at < Math.max(EVERY_MS, mine.rest)) return;
-  mine.isBusy = true;
+  const mine = view, begun = Date.now(), age = begun - (mine || {}).at;
+  if (!mine || !mine.refresh || mine.isBusy || document.hidden || age < Math.max(2000, mine.rest)) return;
+  if (!mine.isDue && (mine.how === 'stream' || age < 1000 * EVERY_S)) return;
+  Object.assign(mine, {isBusy: true, isDue: false});
   try {
     await mine.refresh();
+    if (mine === view && mine.how === 'away') live('asking');
     if (mine === view && mine.hadError) document.getElementById('said').replaceChildren();
     mine.hadError = false;
   } catch (error) {
@@ -33761,6 +33842,7 @@ async function showWorkflow(id, tab = 'summary', words = '') {
   show(make('h1', {}, link('', 'Workflows'), ` / ${workflow.name} `, make('span', {class: 'soft'}, `(${id})`)),
     make('nav', {'aria-label': 'Parts of the workflow'}, tabs.map(([name, slug]) => make('a', {
       href: `#/w/${id}/${slug}`, 'aria-current': slug === tab && 'page'}, name))), body);
+  follow(mine, id);
   const list = lists.find(one => slugOf(one.name) === tab);
   mine.refresh = list ? showList(body, list, {workflow_id: id}, words) : DRAWN[tab](body, workflow, words);
 }
@@ -33878,6 +33960,7 @@ async function showJob(id) {
   show(make('h1', {}, link('', 'Workflows'), ' / ', link(`w/${job.workflow_id}`, `workflow ${job.workflow_id}`), ' / ',
     link(`w/${job.workflow_id}/jobs`, 'jobs'), ` / ${job.name}`), head, make('h2', {}, 'Command'), make('pre', {}, job.command),
     attempts, make('div', {class: 'columns'}, logs.map(log => log.part)), used);
+  follow(mine, job.workflow_id);
   mine.refresh = async () => {
     const [now, why, results, stats] = await Promise.all([get(`/jobs/${id}`), get(`/jobs/${id}/explanation`),
       get('/results', {...of, all_runs: true, sort_by: 'id', reverse_sort: true}), get('/slurm_stats', of)]);
@@ -33890,6 +33973,7 @@ async function showJob(id) {
     fill(attempts, make('h2', {}, 'Attempts'), results.items.length ? rowsOf(listNamed('Results'), results.items) :
       make('p', {class: 'soft'}, 'None has ended.'), stats.items.length > 0 && rowsOf(listNamed('Slurm stats'), stats.items));
     for (const log of logs) await log.read(now.attempt_id);
+    mine.isDue = now.status === 'running' || mine.isDue;
     await draw();
   };
 }
@@ -34009,7 +34093,7 @@ async function route() {
     } catch (error) {
       if (error.name === 'AbortError' || error instanceof LoggedOut) return undefined;
       say(error.message, true);
-      Object.assign(view, {refresh: route, at: Date.now()});     // until it works
+      Object.assign(view, {refresh: route, isDue: false, at: Date.now()});     // until it works
     }
     return tick();
   }
@@ -34038,6 +34122,7 @@ document.addEventListener('keydown', event => {
     field.focus();
   }
 });
+document.addEventListener('visibilitychange', () => view && (view.isDue = true));
 addEventListener('hashchange', route);
 setInterval(tick, 500);
 (location.hash.startsWith('#key=') ? takeKey() : start()).catch(error => error instanceof LoggedOut || say(error.message, true));
@@ -34047,7 +34132,7 @@ PAGE_HTML = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>torc</title><link rel="icon" href="data:,"><style>{}</style></head>
 <body class="app"><a class="skip" href="#main">Skip to the content</a>
-<header><a href="#/"><strong>torc</strong></a><span id="who"></span>
+<header><a href="#/"><strong>torc</strong></a><span id="who"></span><span id="live" role="status"></span>
 <button id="out" hidden>Log out</button></header>
 <main id="main" tabindex="-1"></main><div id="said" role="alert"></div>
 <noscript>This page works with JavaScript, which this browser does not run.</noscript>
