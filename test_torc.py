@@ -10619,7 +10619,6 @@ class RunnerCase(WorldTest):
             self.world.wait(lambda: runner.turn() or states() == wanted, 20, str(wanted), state=states)
 
     def statuses(self) -> Dict[str, str]:
-        """Name -> status of all jobs of workflow 1."""
         return {job['name']: job['status'] for job in self.client.rows('list_jobs', workflow_id=1)}
 
     def results(self) -> List[Tuple[int, int, int, str]]:
@@ -10672,7 +10671,6 @@ class RunnerRulesTest(unittest.TestCase):
 
     @staticmethod
     def policy(ledger: Any) -> Any:
-        """What a runner of a plain workflow claims."""
         context = types.SimpleNamespace(options=torc.RunnerOptions(), workflow={}, allocation=None, least_s=0.0,
                                         ledger=ledger, attempts=torc.Attempts())
         return torc.ClaimPolicy(context)
@@ -11288,7 +11286,6 @@ class SlurmStepCase(SlurmTest):
              {'name': 'm', 'num_cpus': 1, 'num_nodes': 2, 'memory': '50m', 'runtime': 'PT1M'}]
 
     def allocate(self, *flags: Any, num_nodes: int = 2, minutes: int = 10) -> str:
-        """An allocation without a shell; its id."""
         words = ['salloc', '--no-shell', f'--nodes={num_nodes}', f'--ntasks-per-node={4 if self.is_alone else 2}', '--mem=800',
                  f'--time={minutes}', *map(str, flags)]
         done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=60, encoding='utf-8',
@@ -11453,7 +11450,6 @@ class SlurmStepTest(SlurmStepCase):
         self.cancel_allocation('direct', 'sleep 1000; echo on')
 
     def cancel_allocation(self, mode: str, sleep: str) -> None:
-        """Three jobs run in an allocation until it is canceled."""
         self.spec(*(f'echo $$ > {number}; {sleep}' for number in (1, 2, 3)), config={'mode': mode})
         command = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', 'w.json', '-p', '0.3')))
         self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=3', '--mem=800', '-t', 5, '--no-requeue')
@@ -12685,7 +12681,6 @@ GIB = 2 ** 30
 
 def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1, name: str = 'small', code: int = 0,
             minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1, reason: str = '') -> Any:
-    """A job, what it asked for, and its result."""
     needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
     result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes, 'reason': reason or None,
               'status': 'failed' if code else 'completed', 'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
@@ -18423,7 +18418,6 @@ class GoOnTest(FlowTest):
         return runner
 
     def go_on(self, outcome: Outcome) -> Outcome:
-        """Do what a run said at its end."""
         line, = re.findall(r'^To go on.*: torc.py (.*)$', outcome.err, re.MULTILINE)
         self.world.write('go', '')
         return self.assertExit(0, self.world.main(*shlex.split(line)))
@@ -18738,7 +18732,6 @@ class Traces:
         world.write('ledger/begin', self.BEGIN)
 
     def job(self, work: str, **fields: Any) -> Dict[str, Any]:
-        """A job that leaves a trace of its work."""
         return dict(fields, command=self.JOB.format(work=work))
 
     def spec(self, jobs: Sequence[Dict[str, Any]], **fields: Any) -> str:
@@ -19825,7 +19818,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34144
+TORC_LINES = 34140
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

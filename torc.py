@@ -21565,8 +21565,7 @@ def find_sizes(names: Sequence[str], granted: Dict[str, NodeSize], here: NodeSiz
 # -------- its end --------
 
 def find_cancellation(job_id: str) -> str:
-    """Whether somebody has canceled a Slurm job that is ending: one sentence, or ''. Only sacct knows, which
-    learns of a job, and of its end, some moments later."""
+    """Whether somebody has canceled a Slurm job that ends: a sentence, or ''. Only sacct knows, and later."""
     until = time.monotonic() + END_LOOKS_S
     argv = slurm_argv('sacct', '-X', '-n', '-P', '-j', job_id, '--format', 'JobID,State')
     while True:
@@ -21904,8 +21903,7 @@ def note_requeue(context: NodeContext, client: Any) -> None:
 
 
 def runner_nodes(context: NodeContext) -> List[NodeSize]:
-    """What a runner works with, in the order of its ledger. Without steps jobs start here only; unless they
-    are not limited, such as those that call srun themselves."""
+    """What a runner works with. Without steps jobs start here only, unless nothing limits them (srun, say)."""
     allocation, options = context.allocation, context.options
     if allocation is not None and allocation.own_index is None and not context.in_steps:
         context.say(f'jobs run here, on {socket.gethostname()}, which is no node of Slurm job '
@@ -22245,12 +22243,11 @@ def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
     problem = f'sacct cannot be asked: {explain_reply(reply)}' if reply.code else 'sacct does not know it'
     for number, end in list(seen.gone.items()):
         name, exit_code, ended, uid, user = records.get(str(number), ('', '', '', '', ''))
-        age_s = end.row.get('age_s')
-        state, doubt = SLURM_STATES.get(parse_slurm_state(name)), ''
+        name, age_s, doubt = parse_slurm_state(name), end.row.get('age_s'), ''
+        state = SLURM_STATES.get(name)
         if state is not None and state.is_ended:
-            seen.gone[number] = end._replace(
-                state=parse_slurm_state(name), exit_code=exit_code,
-                ended_at=parse_slurm_instant(ended) or end.ended_at)
+            seen.gone[number] = end._replace(state=name, exit_code=exit_code,
+                                             ended_at=parse_slurm_instant(ended) or end.ended_at)
         elif end.state:
             pass        # the accounting is late
         elif state is not None:
@@ -22294,8 +22291,7 @@ def find_dead_nodes(nodes: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
     """Of the nodes of a survey those whose runners were processes of this host, and are no more."""
     return [{'compute_node_id': node['compute_node_id'],
              'reason': f"its process {node['pid']} on {node['hostname']} does not exist any more"}
-            for node in nodes
-            if node_lives(node['hostname'], node['pid'], node.get('identity') or '') is False]
+            for node in nodes if node_lives(node['hostname'], node['pid'], node.get('identity') or '') is False]
 
 
 # ======== 17a. Diagnosis: what failed jobs lacked, and what they get instead ========
