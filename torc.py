@@ -5687,14 +5687,6 @@ def check_stays(workflow_id: int, body: Values) -> None:
                       'moved', field='workflow_id')
 
 
-def page_size(offset: int, limit: int) -> int:
-    """How many items of a list to give: not more than MAX_LIST_ITEMS. Refused below 0."""
-    for name, value in (('offset', offset), ('limit', limit)):
-        if value < 0:
-            raise Refused(f'{name} is {value}; it must be at least 0', field=name)
-    return min(limit, MAX_LIST_ITEMS)
-
-
 def list_answer(items: List[Any], offset: int, total: int) -> Values:
     """The envelope of every list."""
     return {'items': items, 'offset': offset, 'max_limit': MAX_LIST_ITEMS, 'count': len(items),
@@ -6233,8 +6225,6 @@ def check_settings(body: Values) -> None:
     """Refuse settings of a workflow that cannot be."""
     check_env(body.get('env'))
     check_execution_config(body.get('execution_config') or {})
-    if (body.get('dynamic_jobs') or {}).get('max_iterations', 1) < 1:
-        raise Refused('dynamic_jobs: max_iterations must be at least 1')
 
 
 def check_execution_config(config: Dict[str, Any]) -> None:
@@ -6268,10 +6258,6 @@ def complete_requirements(body: Values) -> Values:
 
 def checked_requirements(values: Values) -> Dict[str, int]:
     """memory_bytes and runtime_s of requirements; Refused for values that cannot be."""
-    for name, least in (('num_cpus', 1), ('num_nodes', 1), ('num_gpus', 0)):
-        if values[name] < least:
-            raise Refused(f'{name} is {values[name]}; it must be at least {least}', field=name,
-                          value=values[name])
     numbers = {}
     for name, key, parse, normalize in (('memory', 'memory_bytes', parse_memory, normalize_memory),
                                         ('runtime', 'runtime_s', parse_duration, normalize_duration)):
@@ -6588,8 +6574,6 @@ def find_job_class(context: Context, workflow_id: int, parts: Values) -> int:
     values = {'workflow_id': workflow_id, 'resource_requirements_id': parts['resource_requirements_id'],
               'priority': parts.get('priority') or 0, 'scheduler_id': parts.get('scheduler_id') or None,
               'labels': sorted(set(parts.get('labels') or ())) or None}
-    if values['priority'] < 0:
-        raise BadInput(f"priority is {values['priority']}; it must be at least 0", field='priority')
     is_it = ' AND '.join(f'{column} IS ?' for column in values)
     return context.value(f'SELECT id FROM job_kind WHERE {is_it}', [
         encode_cell('JSON', value) if name == 'labels' else value for name, value in values.items()]) \
@@ -7687,7 +7671,7 @@ def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int
 
 def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels: str = '') -> Values:
     """Claim the next jobs of the queue."""
-    want = {'strategy': 'queue', 'limit': page_size(0, limit),
+    want = {'strategy': 'queue', 'limit': min(limit, MAX_LIST_ITEMS),
             'labels': [label for label in labels.split(',') if label]}
     return {'jobs': claimed_models(context, list(claim(context, context.state, want, None)))}
 
@@ -8388,7 +8372,7 @@ def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int =
                          f"UNION SELECT job.id, slurm_job FROM job {in_slurm.format('job')} "
                          'UNION SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ?1 '
                          'AND slurm_job_id IS NOT NULL ORDER BY 1, 2', (workflow_id,))
-    page = pairs[offset:][:page_size(offset, limit)]
+    page = pairs[offset:][:min(limit, MAX_LIST_ITEMS)]
     names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN',
                              sorted({job_id for job_id, _ in page})))
     return list_answer([{'job_id': job_id, 'job_name': names[job_id], 'slurm_job_id': number}
@@ -8398,7 +8382,7 @@ def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int =
 def get_running_jobs(context: Context, workflow_id: int, offset: int = 0,
                      limit: int = MAX_LIST_ITEMS) -> Values:
     """Running jobs with their nodes; what was set running by hand has none ('')."""
-    limit = page_size(offset, limit)
+    limit = min(limit, MAX_LIST_ITEMS)
     total = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}',
                           (workflow_id,))
     rows = context.rows(
@@ -9370,7 +9354,7 @@ def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX
               sort_by: str = '', reverse_sort: bool = False, **filters: Any) -> Values:
     """One page of a list: filtered, sorted (by id among equals), with the total count under the filters."""
     view, known = VIEWS.get(resource, resource), FILTERS.get(resource, {})
-    limit = page_size(offset, limit)
+    limit = min(limit, MAX_LIST_ITEMS)
     if resource in VIEWS and 'status' in filters:
         filters['status'] = STATUS_CODES[filters['status']]
     check_sort_field(sort_by, [column.name for column in context.columns(view)
@@ -9438,7 +9422,7 @@ def list_relations(context: Context, resource: str, workflow_id: int, offset: in
     query = RELATION_QUERIES[resource]
     names = re.findall(r' AS (\w+)', query)
     check_sort_field(sort_by, [*names, 'workflow_id'])
-    limit = page_size(offset, limit)
+    limit = min(limit, MAX_LIST_ITEMS)
     values = {'workflow': workflow_id, 'limit': limit, 'offset': offset}
     total = context.value(f'SELECT count(*) FROM (SELECT {query})', values)
     way = 'DESC' if reverse_sort else 'ASC'
@@ -9635,7 +9619,7 @@ def check_is_self(context: Context, user: str) -> None:
 def group_page(context: Context, table: str, where: str, value: Any, offset: int = 0,
                limit: int = MAX_LIST_ITEMS) -> Values:
     """One page of groups or members, in the envelope that these lists have."""
-    limit = page_size(offset, limit)
+    limit = min(limit, MAX_LIST_ITEMS)
     total = context.value(f'SELECT count(*) FROM {table} WHERE {where}', (value,))
     items = context.select(table, f'WHERE {where} ORDER BY id LIMIT ? OFFSET ?', (value, limit, offset))
     return {'items': items, 'offset': offset, 'limit': limit, 'total_count': total,
@@ -10029,7 +10013,7 @@ def add_audit(context: Context, body: Values, rows_affected: Optional[int], erro
 def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIST_ITEMS) -> Values:
     """What administrators wrote, the newest first."""
     check_admin(context)
-    page = (page_size(offset, limit), offset)
+    page = (min(limit, MAX_LIST_ITEMS), offset)
     rows = context.select('admin_audit_log', 'ORDER BY id DESC LIMIT ? OFFSET ?', page)
     return list_answer(rows, offset, context.value('SELECT count(*) FROM admin_audit_log'))
 
@@ -10277,8 +10261,6 @@ def classify_jobs(context: Context, workflow_id: int, body: Values) -> Values:
         if job.status != PENDING_FAILED:
             raise Refused(f'job {job.id} ({job.name}) is {STATUS_NAMES[job.status]}: only the failure of a '
                           'pending_failed one is to be decided')
-        if row['action'] not in ('retry', 'fail'):
-            raise Refused(f"action is {printable(row['action'])!r}: retry or fail", field='action')
         (retried if row['action'] == 'retry' else failed).append(job.id)
         decide_about(context, state, job, row)
     note_if_complete(context, workflow_id)
@@ -11148,7 +11130,8 @@ def get_figures(context: Context, workflow_id: int, job_id: int = 0) -> SeriesWa
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
          'MonitorGranularity': GRANULARITIES, 'Strategy': ('resources', 'queue'), 'GroupRole': GROUP_ROLES,
-         'AnswerFormat': ANSWER_FORMATS, 'LogLevel': (*LOG_LEVELS, 'warn', 'trace')}
+         'AnswerFormat': ANSWER_FORMATS, 'LogLevel': (*LOG_LEVELS, 'warn', 'trace'),
+         'Decision': ('retry', 'fail')}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], (list,of,just,these),
 # {map}, {map with nulls?}, @Model or enum, ?Model of which any field may be missing.
@@ -11159,9 +11142,9 @@ MODELS = {
     'BatchCompleteJobsRequest': 'completions:[@JobCompletionEntry]!',
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
     'ClaimActionRequest': 'compute_node_id:int',
-    'Classification': 'job_id:int! action:str! reason:str! memory:str runtime:str',
+    'Classification': 'job_id:int! action:@Decision! reason:str! memory:str runtime:str',
     'ClassifyJobsRequest': 'classifications:[@Classification]!',
-    'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:int runtime:str',
+    'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:count runtime:str',
     'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! '
         'duration_seconds:float end_time:time hostname:str! id:int is_active:bool labels:[str] '
         'memory_gb:float! num_cpus:int! num_gpus:int! num_nodes:int! peak_cpu_percent:float '
@@ -11172,7 +11155,7 @@ MODELS = {
     'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! '
         'num_nodes:nodes! scheduler_config_id:int time_limit:str',
     'DatabaseBackupModel': 'path:str!',
-    'DynamicJobsConfig': 'max_iterations:int',
+    'DynamicJobsConfig': 'max_iterations:count',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
     'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} job_timeouts:{int} '
         'limit_resources:bool mode:@ExecutionMode oom_exit_code:int sigkill_headroom_seconds:int '
@@ -11191,7 +11174,7 @@ MODELS = {
     'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:command! compute_node_id:int '
         'depends_on_job_ids:[int] env:{str} failure_handler_id:int id:int input_file_ids:[int] '
         'input_user_data_ids:[int] invocation_script:command labels:[str] name:name! origin:str '
-        'output_file_ids:[int] output_user_data_ids:[int] priority:int resource_requirements_id:int '
+        'output_file_ids:[int] output_user_data_ids:[int] priority:ordinal resource_requirements_id:int '
         'schedule_compute_nodes:any scheduler_id:int start_time:str status:@JobStatus '
         'supports_termination:bool workflow_id:int!',
     'JobMonitorConfig': 'enabled:bool granularity:@MonitorGranularity',
@@ -11203,7 +11186,7 @@ MODELS = {
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
         'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
-        'failure_handlers:[?FailureHandlerModel]! kinds:[(any,int,any,any)]! dependency_sets:[[ordinal]]! '
+        'failure_handlers:[?FailureHandlerModel]! kinds:[(any,ordinal,any,any)]! dependency_sets:[[ordinal]]! '
         'jobs:planned_jobs! actions:[@PlannedAction]! file_times:{float?}',
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:{any}! job_indexes:[ordinal] '
         'persistent:bool',
@@ -11215,7 +11198,7 @@ MODELS = {
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
         'sample_interval_seconds:int',
-    'ResourceRequirementsModel': 'id:int memory:str name:name! num_cpus:int num_gpus:int num_nodes:int '
+    'ResourceRequirementsModel': 'id:int memory:str name:name! num_cpus:count num_gpus:ordinal num_nodes:count '
         'runtime:str workflow_id:int!',
     'ResultModel': 'attempt_id:ordinal avg_cpu_percent:float avg_memory_bytes:int completion_time:time! '
         'compute_node_id:int! exec_time_minutes:minutes! id:int job_id:int! job_name:str '
@@ -11246,7 +11229,7 @@ MODELS = {
         'max_disk_write_bytes:int max_rss_bytes:int max_vm_size_bytes:int node_list:str run_id:int! '
         'slurm_job_id:str workflow_id:int!',
     'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:command! depends_on:[str] labels:[str] '
-        'name:name! priority:int resource_requirements:str',
+        'name:name! priority:ordinal resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'StoreAllocationsRequest': 'newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
         'schedulers:[@StoredScheduler]! taken:[int]!',
@@ -11482,7 +11465,7 @@ class Route(Row):
     is_stream: bool = False     # an answer without end: server-sent events (WHATWG HTML, 9.2)
 
 
-SLICE = 'offset:int limit:int '
+SLICE = 'offset:ordinal limit:ordinal '
 PAGE = SLICE + 'sort_by:str reverse_sort:bool '
 OF = 'workflow_id:int! '
 ADMIN_SQL_PATH = '/admin/sql'
@@ -11576,7 +11559,7 @@ ROUTES = (
 
     route_to('POST', 'claim_jobs_based_on_resources/{limit}', claim_jobs_based_on_resources,
              body='ComputeNodesResources', query='strict_scheduler_match:bool'),
-    route_to('POST', 'claim_next_jobs', claim_next_jobs, query='limit:int labels:str'),
+    route_to('POST', 'claim_next_jobs', claim_next_jobs, query='limit:ordinal labels:str'),
     route_to('POST', 'batch_complete_jobs', batch_complete_jobs, body='BatchCompleteJobsRequest'),
     route_to('POST', 'replay_completions', replay_completions, body='ReplayRequest'),
     route_to('POST', 'runner_sync', runner_sync, body='RunnerSyncRequest'),
@@ -11753,11 +11736,10 @@ def parse_parameter(name: str, kind: str, text: str) -> Any:
         return text
     if kind == 'bool' and text.lower() in ('true', 'false', '1', '0'):
         return text.lower() in ('true', '1')
-    if kind == 'int' and re.match(r'[-+]?[0-9]{1,20}\Z', text):
-        check_scalar(name, 'int', int(text))
+    if SCALARS[kind].types is int and re.match(r'[-+]?[0-9]{1,20}\Z', text):
+        check_scalar(name, kind, int(text))
         return int(text)
-    wanted = {'int': 'an integer', 'bool': 'true or false'}[kind]
-    raise BadInput(f'{name} must be {wanted}, not {printable(text)[:60]!r}', http=400, field=name)
+    raise BadInput(f'{name} must be {SCALARS[kind].wanted}, not {printable(text)[:60]!r}', http=400, field=name)
 
 
 @functools.lru_cache(maxsize=None)
