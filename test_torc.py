@@ -7018,19 +7018,15 @@ class PasswordServerTest(ServedTest):
                          [record.getMessage() for record in caught.records])
 
 
-class PageServerTest(WorldTest):
+class PageServerTest(ServedTest):
     """Browsers: keys, sessions, and what they get of jobs' output."""
-    TOKEN = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
     LIST = '/torc-service/v1/workflows'
 
     def setUp(self) -> None:
         super().setUp()
-        silenced(self)
         self.set_constant('WRONG_PASSWORD_S', 0.05)
-        self.path = self.world.write('users', f"ann:{torc.hash_password(b'open-sesame', 4)}\n")
-        self.users = torc.Users(self.path, 60.0)
-        self.server = ServerThread(self.world.path('torc.db'), self.TOKEN, users=self.users)
-        self.addCleanup(self.server.stop)
+        self.users = torc.Users(self.world.write('users', f"ann:{torc.hash_password(b'open-sesame', 4)}\n"), 60.0)
+        self.serve(self.TOKEN, users=self.users)
 
     def ask(self, method: str, path: str, value: Any = None, **fields: str) -> Tuple[int, str, Any]:
         """Status, head and value of an answer; the owner's unless fields say who asks."""
@@ -19837,7 +19833,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34122
+TORC_LINES = 34118
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

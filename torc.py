@@ -14327,9 +14327,8 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         # Until the very end, when the database has been given back.
         ignoring.enter_context(ignoring_signals([*numbers, *server.signal_calls]))
         stack.enter_context(server.signals())
-        scheme = 'http' if tls is None else 'https'
         hosts = [f'[{name}]' if ':' in name else name for name in candidates]
-        urls = [f'{scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
+        urls = [f'{server.scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
         # Only now: who finds the file may connect at once, and is answered by the first turns of the loop.
         where = stack.enter_context(connection_file(
             options, urls, server.id, lambda: options.travels and server.ended_by == signal.SIGTERM))
@@ -15533,17 +15532,14 @@ class Client(Connector, Operations):
             wait_until_gone(self.database + '.memory')
         self.close()
         if self.servers_started and in_slurm_job():
-            self.end_server()
-
-    def end_server(self) -> None:
-        """End the embedded server that we have started, though runners elsewhere may use it. Slurm kills it
-        with our allocation, whatever it does; one that ends by itself gives the database back."""
-        path = self.database + '.connection'
-        found = read_server_file(path)
-        if found.get('is_embedded') and was_here(found) and process_lives(found):
-            with contextlib.suppress(OSError):
-                os.kill(found['pid'], signal.SIGTERM)
-                wait_until_gone(path)
+            # Runners elsewhere may use the server, but Slurm kills it with our allocation, whatever it does;
+            # one that ends by itself gives the database back.
+            path = self.database + '.connection'
+            found = read_server_file(path)
+            if found.get('is_embedded') and was_here(found) and process_lives(found):
+                with contextlib.suppress(OSError):
+                    os.kill(found['pid'], signal.SIGTERM)
+                    wait_until_gone(path)
 
 
 # ======== 11b. Steps: what several commands do with a workflow ========
