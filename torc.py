@@ -25260,6 +25260,11 @@ def read_input(session: Session, path: str) -> bytes:
         raise BadInput(f'cannot read {path}: {error.strerror}') from None
 
 
+def options_from(kind: Any, args: Arguments, **more: Any) -> Any:
+    """A row of this kind from the arguments that have the names of its fields, and from what else is known."""
+    return kind(**{**{name: args[name] for name in kind._fields if args.get(name) is not None}, **more})
+
+
 # -------- commands that only ask --------
 
 def find_group(session: Session, word: str) -> int:
@@ -26964,15 +26969,6 @@ def cmd_run_function(session: Session, args: Arguments) -> int:
 
 # -------- planned allocations --------
 
-PLANNING = ('group_by', 'walltime_strategy', 'walltime_multiplier')
-
-
-def plan_options(args: Arguments, **more: Any) -> PlanOptions:
-    """How allocations are planned, from the command line: `submit` has some of the options only."""
-    return PlanOptions(is_single=bool(args.get('single_allocation')), **more,
-                       **{name: args[name] for name in PLANNING if args.get(name)})
-
-
 def read_for_slurm(session: Session, spec: str, args: Arguments,
                    **more: bool) -> Tuple[GeneratedSpec, Profile, str, Document]:
     """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was."""
@@ -26982,8 +26978,7 @@ def read_for_slurm(session: Session, spec: str, args: Arguments,
     account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile,
                            session.settings)
     partitions = chosen_partitions(profile, args.get('partition'))
-    options = plan_options(args, account=account, skip_checks=bool(args['skip_checks']),
-                           max_instances=args['max_instances'] or MAX_INSTANCES, **more)
+    options = options_from(PlanOptions, args, account=account, **more)
     made = generate_spec(document, spec_directory(spec), partitions, options)
     session.report(*(f'warning: {warning}' for warning in made.warnings[:PROBLEMS_SHOWN]))
     return made, profile, account, document
@@ -27270,12 +27265,11 @@ def await_server(session: Session, options: RunnerOptions) -> None:
 
 
 def runner_options(args: Arguments, **more: Any) -> RunnerOptions:
-    """Options of the runner from the arguments that have their names. --end-time beats --time-limit."""
-    found = {name: args[name] for name in RunnerOptions._fields if args.get(name) is not None}
-    if args.get('time_limit') is not None:
-        found.setdefault('end_time', time.time() + args['time_limit'])
-    return RunnerOptions(poll_interval_s=args['poll_interval'], drains=not args['no_offline_drain'],
-                         **found, **more)
+    """Options of the runner from the command line. --end-time beats --time-limit."""
+    if args.get('time_limit') is not None and args['end_time'] is None:
+        more['end_time'] = time.time() + args['time_limit']
+    return options_from(RunnerOptions, args, poll_interval_s=args['poll_interval'],
+                        drains=not args['no_offline_drain'], **more)
 
 
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
@@ -28644,12 +28638,6 @@ class Regeneration(Row):
     warnings: Sequence[str] = ()
 
 
-def regenerate_options(args: Arguments, settings: Dict[str, Any], **more: Any) -> RegenerateOptions:
-    """What new allocations are planned and submitted with."""
-    return RegenerateOptions(settings=settings, **more, **{
-        name: args[name] for name in ('account', 'profile', 'partition', 'walltime')})
-
-
 def regenerate_workflow(session: Session, workflow: Dict[str, Any],
                         options: RegenerateOptions) -> Dict[str, Any]:
     """Plan allocations for the jobs that are left, store them, and submit those that are due; Torc's JSON.
@@ -28752,9 +28740,9 @@ def cmd_regenerate(session: Session, args: Arguments) -> Answer:
     if args['submit'] and not args['dry_run']:
         refuse_without_sbatch()
     workflow = session.workflow(args['workflow_id'])
-    return report_regenerated(session, workflow, regenerate_options(
-        args, submission_settings(session, args), plan=plan_options(args), submits=bool(args['submit']),
-        include_job_ids=args['include_job_ids'] or (), is_dry_run=bool(args['dry_run'])))
+    return report_regenerated(session, workflow, options_from(
+        RegenerateOptions, args, settings=submission_settings(session, args), submits=bool(args['submit']),
+        plan=options_from(PlanOptions, args), is_dry_run=bool(args['dry_run'])))
 
 
 def report_regenerated(session: Session, workflow: Dict[str, Any], options: RegenerateOptions) -> Answer:
@@ -28814,7 +28802,8 @@ def cmd_submit(session: Session, args: Arguments) -> Answer:
     """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
     refuse_without_sbatch()
     settings = submission_settings(session, args)
-    given = [name for name in ('account', 'profile', *PLANNING) if args.get(name)]
+    given = [name for name in ('account', 'profile', 'walltime_strategy', 'walltime_multiplier')
+             if args.get(name)]
     if is_id(args['target']):
         if given:
             raise BadInput(f"--{given[0].replace('_', '-')} plans the allocations of a workflow file; to "
@@ -29100,7 +29089,8 @@ def plan_recovery(session: Session, found: Evidence, args: Arguments,
     if args['recovery_hook'] and any(failure.kind == 'unknown' for failure in remedies.retried):
         plan = plan._replace(hook=[*split_command(args['recovery_hook'], '--recovery-hook'), str(number)])
     if is_slurm:
-        options = regenerate_options(args, settings, submits=not is_dry_run, is_dry_run=is_dry_run)
+        options = options_from(RegenerateOptions, args, settings=settings, submits=not is_dry_run,
+                               is_dry_run=is_dry_run)
         if is_dry_run:
             options = expect_clean_up(options, found.cleaned)
         plan = plan._replace(allocations=plan_regeneration(session, found.workflow, options,
@@ -29632,8 +29622,8 @@ class Supervision:
 
     def schedule(self) -> None:
         """Plan and submit allocations: for jobs without a plan, or, where nobody is at work, for all."""
-        options = regenerate_options(self.args, self.settings(), submits=True,
-                                     only_job_ids=self.watcher.unplanned or ())
+        options = options_from(RegenerateOptions, self.args, settings=self.settings(), submits=True,
+                               only_job_ids=self.watcher.unplanned or ())
         with self.enduring(self.on_no_submission):
             done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
             failure = '; '.join(done['warnings']) or 'nothing was submitted'
@@ -30950,6 +30940,8 @@ PLAN_OPTIONS = (
     Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
     SPEC_OPTIONS[1],
 )
+SINGLE_ALLOCATION = Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler',
+                             key='is_single')
 JOB_PREFIX_OPTION = Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs (default: the '
                              'name of the workflow)')
 def program_argument(name: str, meaning: str) -> Argument:
@@ -32445,7 +32437,7 @@ COMMANDS = (
         'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
         *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, as YAML or JSON by name (default: '
                                 'to stdout; JSON stays JSON, all else becomes YAML)'),
-        Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
+        SINGLE_ALLOCATION,
         Argument('--no-actions', '', 'schedulers only: submit them with `slurm schedule-nodes`'),
         Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
         Argument('--dry-run', '', 'only show the schedulers and actions'), *PLAN_OPTIONS),
@@ -32455,7 +32447,7 @@ COMMANDS = (
         ASKED_WF, ACCOUNT._replace(meaning='account to charge (default: that of its first scheduler)'),
         PROFILE, Argument('--partition', 'NAME', 'only of this partition'),
         Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_allocation_time),
-        Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
+        SINGLE_ALLOCATION,
         PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:3],
         Argument('--include-job-ids', 'ID,...', 'plan for these, too, whatever their state', parse_ids, '*'),
         Argument('--submit', '', 'submit what waits for no other job at once'), *ALLOCATION_OPTIONS, DRY_RUN),
