@@ -19319,7 +19319,8 @@ class Attempt:
         self.cut = {}                   # type: Dict[str, int]  # stdout, say -> bytes that were cut off of it
         self.script = ''                # that is to run before it is tried again
         self.script_process = None      # type: Optional[Process]  # ... as soon as it does
-        self.limit_at = math.inf        # monotonic; its own timeout is over
+        self.timeout_s = None           # type: Optional[int]  # of its own
+        self.limit_at = math.inf        # monotonic; ... when that is over
         self.step = None                # type: Any  # a Step, if Slurm starts it as one (16e)
 
     @property
@@ -19637,7 +19638,6 @@ class NodeContext:
         self.allocation = None  # type: Any  # the Allocation around us (16g)
         self.link = None        # type: Any  # the ServerLink, which is the first part
         self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
-        self.submits = False    # schedule_nodes actions are carried out here: in an allocation with sbatch(1)
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
         self.not_before = 0.0   # monotonic; nothing is started before: see pause
@@ -20584,21 +20584,18 @@ class Dispatcher(Part):
         self.may_claim = False      # jobs are asked for
         self.is_paused = False      # nothing could start when this was last looked at
         self.loss = ''              # why nothing could be written to the output directory
-        self.has_timeouts = bool(context.config['timeout'] or context.config['job_timeouts'])
 
     def due(self) -> float:
         """When what was claimed ahead goes back, a pause or a timeout is over."""
-        times = [self.context.not_before] if self.is_paused else []
-        if self.has_timeouts:
-            times += [attempt.limit_at for attempt in self.attempts.by_state['running']]
+        times = [attempt.limit_at for attempt in self.attempts.by_state['running']]
+        times += [self.context.not_before] if self.is_paused else []
         if self.policy.backlog and self.link.has_lease and not self.actions.queue:
             times.append(self.policy.stale_at())
         return min(times, default=math.inf)
 
     def act(self, now: float) -> None:
         """Start what fits; give back what has waited too long. Actions come first: jobs may count on them."""
-        if self.has_timeouts:
-            self.stop_overdue(now)
+        self.stop_overdue(now)
         if self.is_held(now):
             return self.link.give_back(self.attempts.of('claimed'))
         if self.context.leaving or self.actions.queue or not self.link.has_lease:
@@ -20664,12 +20661,12 @@ class Dispatcher(Part):
         finally:
             for descriptor in set(outputs):
                 os.close(descriptor)
-        process, timeout_s = attempt.process, self.timeout_of(attempt)
+        process, config = attempt.process, context.config
+        attempt.timeout_s = (config['job_timeouts'] or {}).get(attempt.name, config['timeout'])
         self.attempts.change(attempt, 'running')
         self.policy.moved_at = process.started
         self.completions.monitor.add(attempt)
-        if timeout_s:
-            attempt.limit_at = process.started + timeout_s
+        attempt.limit_at = process.started + (attempt.timeout_s or math.inf)
         self.link.report('started', [[*attempt.key, format_time(process.started_at)]], START_REPORT_S)
         context.log.write('Job started', workflow_id=context.workflow_id, job_id=attempt.id,      # Torc's order
                           run_id=context.run_id, compute_node_id=context.node_id,
@@ -20707,16 +20704,11 @@ class Dispatcher(Part):
             context.say(f"stopped {counted(len(stopped), 'job')}, reset or given to other runners: {names}",
                         'warning')
 
-    def timeout_of(self, attempt: Attempt) -> Optional[int]:
-        """After how many seconds a job is to be stopped."""
-        config = self.context.config
-        return (config['job_timeouts'] or {}).get(attempt.name, config['timeout'])
-
     def stop_overdue(self, now: float) -> None:
         """Stop jobs whose own timeout is over: it counts from their start, also where srun had to wait."""
         overdue = []
         for attempt in [attempt for attempt in self.attempts.of('running') if now >= attempt.limit_at]:
-            attempt.limit_at = self.starter.began_at(attempt) + self.timeout_of(attempt)
+            attempt.limit_at = self.starter.began_at(attempt) + attempt.timeout_s
             if attempt.process.end is not None:     # only leftovers live
                 attempt.limit_at = math.inf
             elif now >= attempt.limit_at:
@@ -21915,7 +21907,7 @@ class Runner:
                 read_proc_text('/proc/self/cgroup')):
             launcher.stepd = find_stepd()[0]
         context.ledger = Ledger(runner_nodes(context), context.options.max_parallel_jobs)
-        context.submits = context.allocation is not None and has_slurm_program('sbatch')
+        self.submits = context.allocation is not None and has_slurm_program('sbatch')       # schedule_nodes
         self.link = context.link = link = ServerLink(context, client)
         self.policy = ClaimPolicy(context)
         self.starter = starter = (SlurmStarter if context.in_steps else DirectStarter)(context)     # type: Any
@@ -21957,7 +21949,7 @@ class Runner:
             # After our lease, and in an outage, no work is asked for.
             want = self.dispatcher.want() if link.has_lease else None
             body = {'want': want, 'survey': want is not None and not self.has_survey,   # type: Dict[str, Any]
-                    'actions': list(self.triggers), 'submits': self.context.submits}
+                    'actions': list(self.triggers), 'submits': self.submits}
             if link.is_doubtful:
                 body['held_actions'] = self.actions.ids()
             link.send(body, self.shutdown.patience_s())
