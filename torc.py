@@ -1264,13 +1264,6 @@ SPACES = re.compile(r' *')
 BLANKS = re.compile(r'[ \t]*')
 LINE_END = re.compile(r'(?:[ \t]+#[^\n]*|[ \t]*)\n')
 
-# With the next line's indentation.
-SIMPLE_ENTRY = re.compile(
-    r'([A-Za-z_][\w.-]*): +(?:"([^"\\\n]*)" *|([A-Za-z0-9_./$(][^\n#:]*(?:(?::(?=\S)|(?<=\S)#)[^\n#:]*)*))'
-    r'\n( *)(?=[^\s#])', re.ASCII)
-# Not n, t, f: null, true, false.
-SURELY_TEXT = frozenset('ABCDEGHIJKLMOPQRSUVWXYZabcdeghijklmopqrsuvwxyz_/$(')
-
 INDICATORS = r'''\-?:,\[\]{}#&*!|>'"%@`'''
 PLAIN_REST = r'(?:[^\s:#]|:(?=\S)|(?<=\S)#|[ \t]+(?=[^\s#:])|[ \t]+:(?=\S))'
 PLAIN_START = Expression(r'[^\s' + INDICATORS + r']|[-?:](?=\S)', re.ASCII)
@@ -1547,29 +1540,12 @@ class YamlReader(TextReader):
 
     def read_mapping(self, at: int, column: int) -> Dict[Any, Any]:
         """Entries 'key: value' at one column."""
-        # Locals: this loop reads most lines of most files.
-        text, match_simple = self.text, SIMPLE_ENTRY.match
         mapping, merged = {}, []    # type: Dict[Any, Any], List[Tuple[int, Any]]
-        offsets = self.enter(at, mapping)
+        self.enter(at, mapping)
         while True:
-            simple = match_simple(text, at)
-            if simple and len(simple.group(4)) <= column:
-                name, quoted, plain, indent = simple.groups()
-                key = YAML_WORDS.get(name, name)
-                if key in mapping:
-                    self.fail_duplicate(at, key)
-                if plain is None:
-                    mapping[key] = quoted
-                elif plain[0] in SURELY_TEXT:
-                    mapping[key] = plain.rstrip(' \t')
-                else:
-                    mapping[key] = self.number(simple.start(3), parse_plain, plain.rstrip(' \t'))
-                offsets.append(at)
-                self.at, self.column = simple.end(), len(indent)
-            else:       # values on several lines, collections
-                key, colon = self.read_key(at) or self.fail_no_key(at)
-                value = self.read_value(colon, column, after_key=True)
-                self.add_entry(mapping, key, value, at, merged)
+            key, colon = self.read_key(at) or self.fail_no_key(at)
+            value = self.read_value(colon, column, after_key=True)
+            self.add_entry(mapping, key, value, at, merged)
             at = self.at
             if self.column != column:
                 break
@@ -2037,7 +2013,7 @@ def read_toml(text: str) -> Dict[str, Any]:
 
 
 def load_toml(text: str) -> Tuple[Any, str, Positions]:
-    """The value of a TOML text and the text as read; there are no positions. Dates become text."""
+    """The value of a TOML text and the text as read; there are no positions."""
     if tomllib is None:
         return read_toml(normal_text(text)), normal_text(text), {}
     text = normal_text(text)
@@ -2050,16 +2026,7 @@ def load_toml(text: str) -> Tuple[Any, str, Positions]:
         where = re.search(r'\(at line ([0-9]+), column ([0-9]+)\)', str(error))
         line, column = map(int, where.groups()) if where else (text.count('\n') + 1, 1)
         raise problem_error(Problem(f'TOML: {error}', line, column)) from None
-    return plain_dates(value), text, {}
-
-
-def plain_dates(value: Any) -> Any:
-    """A TOML value with its dates and times as text."""
-    if isinstance(value, dict):
-        return {key: plain_dates(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [plain_dates(child) for child in value]
-    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else value
+    return value, text, {}
 
 
 # ======== 4c. KDL: the nodes of a text ========
@@ -5076,17 +5043,12 @@ class Statements:
 
     def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Cells], more: str = '') -> None:
         """Add many rows of encoded cells, in few statements, which end in `more`, such as ON CONFLICT."""
-        # A statement a row takes twice as long; so does each None, which Python asks for an adapter, beside
-        # NULL in the text of the statement.
+        # A statement a row takes twice as long.
         waiting, size = iter(rows), MAX_PARAMETERS // len(names)
+        start, marks = f"INSERT INTO {table} ({', '.join(names)}) VALUES ", f"({', '.join('?' * len(names))})"
         for block in iter(lambda: list(itertools.islice(waiting, size)), []):
-            columns = list(zip(*block))
-            given = [column for column in columns if column.count(None) < len(block)]
-            marks = ', '.join('?' if column.count(None) < len(block) else 'NULL' for column in columns)
-            self.connection.execute(
-                f"INSERT INTO {table} ({', '.join(names)}) "
-                f"VALUES {', '.join([f'({marks})'] * len(block))} {more}",
-                list(itertools.chain.from_iterable(zip(*given))))
+            self.connection.execute(f"{start}{', '.join([marks] * len(block))} {more}",
+                                    list(itertools.chain.from_iterable(block)))
 
     def update(self, table: str, row_id: int, values: Values) -> None:
         """Change columns of one row; None stores NULL, keys that are not columns are ignored."""
