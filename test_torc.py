@@ -1233,8 +1233,13 @@ class FilesTest(WorldTest):
         self.assertEqual(('new', ['state']), (self.world.read('state'), os.listdir(self.world.directory)))
         self.assertEqual(0o600, stat.S_IMODE(os.stat(path).st_mode))
 
-    def test_of_two_that_make_a_file_one_succeeds_with_hard_links_and_without(self):
-        for name, how in (('links', os.link), ('FAT', PermissionError(1, 'Operation not permitted'))):
+    def test_of_two_that_make_a_file_one_succeeds_with_hard_links_without_and_when_nfs_lost_an_answer(self):
+        link = os.link
+
+        def link_twice(*paths: str) -> None:
+            link(*paths)
+            link(*paths)
+        for name, how in (('links', link), ('FAT', PermissionError(1, 'Operation not permitted')), ('NFS', link_twice)):
             with self.subTest(name), unittest.mock.patch('os.link', side_effect=how):
                 path = self.world.path(name)
                 torc.write_atomically(path, b'first', is_new=True)
@@ -1514,6 +1519,8 @@ MISTAKES = (
     ('w.yaml',  'a: ' + '9' * 2000 + '\n',     1, 4, 'is too long'),
     ('w.yaml',  '<<: 5\n',                      1, 1, "'<<' needs a mapping"),
     ('w.yaml',  'a0: &a0 [x]\n' + ''.join(f'a{number}: &a{number} [*a{number - 1}]\n' for number in range(1, 120)), 1, 1, 'nested more than 100 levels deep'),
+    ('w.yaml',  'a0: &a0 [x]\n' + ''.join(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 20)),
+                                                1, 1, 'aliases stand for too many values'),
     ('w.yaml',  b' \n ',                        1, 1, 'the file is empty'),
     ('w.yaml',  b'a: 1\nb: \xc3\xa9\xff',       2, 5, '0xff is not UTF-8'),
     ('w.yaml',  b'a: \x01',                     1, 4, "'\\x01' is not allowed"),
@@ -2029,6 +2036,15 @@ class SpecTest(unittest.TestCase):
             self.assertEqual(1 if wanted else 0, len(found), wanted)
             self.assertIn(wanted or '', ''.join(found))
         self.assertRaisesRegex(torc.BadInput, 'command has 131,071 bytes', torc.check_value, 'command', 'command', command + 'y')
+
+    def test_regular_expressions_match_as_pythons_do_whatever_they_begin_with(self):
+        names = ['a', 'ab', 'abc', 'b', 'A.b', 'a+b', 'x ab', 'aab']
+        for pattern in ('^a', '^ab$', '^ab*', '^ab?', '^ab+', '^a|b', '^(a)', 'b$', '^a\\+b$', '(?i)^a',
+                        '^a{2}', '^ab{0}', '^A\\.', '^', '^a.', '\\Aab', '^(?P<x>a)b'):
+            jobs = [{'name': name, 'command': 'c'} for name in names] + [{'name': '~', 'command': 'c', 'depends_on_regexes': [pattern]}]
+            if re.search(pattern, '~') is None:
+                self.assertEqual([[place for place, name in enumerate(names) if re.search(pattern, name)]],
+                                 plan_of({'name': 'w', 'jobs': jobs}).body['dependency_sets'], pattern)
 
     def test_times_of_inputs_are_asked_of_the_file_system(self):
         with tempfile.TemporaryDirectory() as directory:
@@ -9449,6 +9465,13 @@ class LauncherTest(WorldTest):
         self.end_of(other)
         self.assertFalse(torc.read_process_start_ticks(pid))
         self.assertIsNone(later.end)
+
+    def test_closing_kills_everything_even_what_has_hidden_its_origin(self):
+        self.start("(env -i setsid sh -c 'echo $$ > a; exec sleep 1000' &) ; echo $$ > b; exec sleep 1000")
+        self.pid_in('a'), self.pid_in('b')
+        self.launcher.close()
+        self.addCleanup(self.launcher.__init__)     # it is closed again
+        self.assertEnds('a', 'b')
 
 def runner_of(keeper: int) -> int:
     """The runner below a keeper, once it is there; 0 before."""
@@ -18220,6 +18243,8 @@ class SettingsTest(CommandTest):
             self.assertIn(line, read_text(user))
         self.assertEqual(0o600, stat.S_IMODE(os.stat(user).st_mode))
         self.assertExit(0, self.world.main('config', 'set', '--local', 'client.run.poll_interval', 9))
+        self.assertEqual('9\n', self.text('config get client.run.poll_interval'))
+        self.assertEqual({'key': 'client.api_url', 'value': None, 'source': 'default'}, self.json('config get client.api_url'))
         shown = self.world.main('config', 'show', '-f', 'json').json()
         self.assertEqual((9, 'torc_output', 'x'), (shown['client']['run']['poll_interval'], shown['client']['run']['output_dir'],
                                                    shown['client']['hpc']['profile_overrides']['dane']['default_account']))
