@@ -31870,6 +31870,7 @@ def cmd_mcp(session: Session, args: Arguments) -> int:
     return 0
 
 
+KEY = Argument('KEY', '', 'such as client.run.poll_interval')
 CONFIG_LEVELS = (Argument('--system', '', 'the file of this host'), Argument('--user', '', 'yours (default)'),
                  Argument('--local', '', 'torc.toml in this directory'))
 
@@ -31897,6 +31898,15 @@ def cmd_config_show(session: Session, args: Arguments) -> Answer:
         functools.reduce(lambda table, name: table.setdefault(name, {}), path[:-1], nested)[path[-1]] = value
     session.options['format'] = 'json' if args['format'] == 'json' else session.format
     return Answer(nested, format_config(cells))
+
+
+def cmd_config_get(session: Session, args: Arguments) -> Answer:
+    """The value of a key."""
+    row, settings = known_setting(args['key']), read_settings(session.options['config'])
+    path = tuple(args['key'].split('.'))
+    value = settings.get(args['key'], row.default)
+    return Answer({'key': args['key'], 'value': value, 'source': settings.sources.get(path, 'default')},
+                  [value if isinstance(value, str) else '' if value is None else json.dumps(value)])
 
 
 def cmd_config_paths(session: Session, args: Arguments) -> Listing:
@@ -32141,9 +32151,9 @@ COMMANDS = (
     Command('config init', cmd_config_write, 'write a configuration file with all keys, in comments', (
         *CONFIG_LEVELS, Argument('-f --force', '', 'replace the file that is there')), 'config init'),
     Command('config set', cmd_config_write, 'set a key in a configuration file', (
-        Argument('KEY', '', 'such as client.run.poll_interval'),
-        Argument('VALUE', '', 'its value; commas between several'), *CONFIG_LEVELS),
+        KEY, Argument('VALUE', '', 'its value; commas between several'), *CONFIG_LEVELS),
         'config set client.run.poll_interval 5'),
+    Command('config get', cmd_config_get, 'show a value', (KEY,), 'config get client.run.poll_interval'),
     Command('config show', cmd_config_show, 'show what counts, and where it was set', (
         Argument('-f --format', 'FORMAT', 'toml or json', one_of('toml', 'json')),), 'config show'),
     Command('config paths', cmd_config_paths, 'show where files are looked for', ()),
