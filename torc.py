@@ -6235,19 +6235,14 @@ def create_workflow(context: Context, body: Values) -> Values:
 
 def insert_workflow(context: Context, body: Values) -> int:
     """Check and store the workflow's own fields."""
-    check_settings(body)
+    check_env(body.get('env'))
+    check_execution_config(body.get('execution_config') or {})
     values = {**WORKFLOW_DEFAULTS, **given(body)}
     values.update(timestamp=context.time, user=new_owner(context, body.get('user')), run_id=0,
                   is_canceled=False, is_archived=False, env=body.get('env') or None)
     workflow_id = context.insert('workflow', values)
     link_groups(context, workflow_id, body.get('access_groups') or [])
     return workflow_id
-
-
-def check_settings(body: Values) -> None:
-    """Refuse settings of a workflow that cannot be."""
-    check_env(body.get('env'))
-    check_execution_config(body.get('execution_config') or {})
 
 
 def check_execution_config(config: Dict[str, Any]) -> None:
@@ -6376,7 +6371,8 @@ class PlanMerge:
         """Make the workflow's own row what the plan says; its owner and submission directory stay."""
         context, workflow_id = self.context, self.workflow_id
         planned = {**WORKFLOW_DEFAULTS, **given(self.body['workflow'])}
-        check_settings(planned)
+        check_env(planned.get('env'))
+        check_execution_config(planned.get('execution_config') or {})
         stored = get_workflow(context, workflow_id)
         values = {name: planned.get(name) for name in SPEC_SETTINGS
                   if name in planned or name not in SPEC_REMARKS}
@@ -9848,18 +9844,10 @@ class JobOutput(Row):
     begin: int                  # of the part that is wanted, in bytes; below 0: from the end
 
 
-def check_stream(stream: str) -> bool:
-    """Whether it is stderr. BadInput if it is neither that nor stdout."""
-    if stream not in ('stdout', 'stderr'):
-        raise BadInput(f'stream: {printable(stream)!r} is neither stdout nor stderr', field='stream')
-    return stream == 'stderr'
-
-
 def get_job_output(context: Context, job_id: int, run_id: int = 0, attempt_id: int = 0,
                    stream: str = 'stdout', begin: int = 0) -> JobOutput:
     """What a job has printed, in its newest attempt unless one is named, from a place on; below 0 it counts
     from the end. Only what its runner has said to be its output directory is looked into."""
-    is_stderr = check_stream(stream)
     job = get_row(context, 'job', job_id)
     attempts = context.rows(
         'SELECT run_id, attempt_id, compute_node_id FROM result WHERE job_id = ? ORDER BY id', (job_id,))
@@ -9874,7 +9862,8 @@ def get_job_output(context: Context, job_id: int, run_id: int = 0, attempt_id: i
     directory = context.value('SELECT output_dir FROM compute_node WHERE id = ?', (node_id,))
     if not directory:
         raise NotFound('where its runner has put its output is not known: `logs` finds it')
-    names = (stdio_names(job['workflow_id'], job_id, run, attempt, mode)[is_stderr] for mode in STDIO_MODES)
+    names = (stdio_names(job['workflow_id'], job_id, run, attempt, mode)[stream == 'stderr']
+             for mode in STDIO_MODES)
     paths = [f'job_stdio/{name}' for name in dict.fromkeys(names) if name]
     return JobOutput(directory, paths, get_database(context), begin)
 
@@ -9887,7 +9876,7 @@ def get_allocation_output(context: Context, resource: str, row_id: int, stream: 
     directory = json.loads(settings or '{}').get('output_dir')
     if not directory or not record['scheduler_id']:
         raise NotFound('it has not begun, or where its output is is not known')
-    name = f"slurm_output_wf{record['workflow_id']}_sl{record['scheduler_id']}.{'oe'[check_stream(stream)]}"
+    name = f"slurm_output_wf{record['workflow_id']}_sl{record['scheduler_id']}.{'oe'[stream == 'stderr']}"
     return JobOutput(directory, [name], get_database(context), begin)
 
 
@@ -11154,7 +11143,7 @@ def get_figures(context: Context, workflow_id: int, job_id: int = 0) -> SeriesWa
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
          'MonitorGranularity': GRANULARITIES, 'Strategy': ('resources', 'queue'), 'GroupRole': GROUP_ROLES,
          'AnswerFormat': ANSWER_FORMATS, 'LogLevel': (*LOG_LEVELS, 'warn', 'trace'),
-         'Decision': ('retry', 'fail')}
+         'Decision': ('retry', 'fail'), 'Stream': ('stdout', 'stderr')}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], (list,of,just,these),
 # {map}, {map with nulls?}, @Model or enum, ?Model of which any field may be missing.
@@ -11590,13 +11579,13 @@ ROUTES = (
     route_to('POST', '/jobs', create_job, body='JobModel'),
     route_to('POST', '/bulk_jobs', create_many_jobs, name='create_jobs', body='JobsModel'),
     route_to('GET', '/jobs', list_jobs, resource='job',
-             query=OF + PAGE + 'status:str needs_file_id:int upstream_job_id:int include_relationships:bool '
-             'active_compute_node_id:int origin_is_set:bool name:str command:str labels:str '
+             query=OF + PAGE + 'status:@JobStatus needs_file_id:int upstream_job_id:int labels:str '
+             'include_relationships:bool active_compute_node_id:int origin_is_set:bool name:str command:str '
              'resource_requirements_id:int'),
     route_to('GET', '/jobs/{job_id}', get_job),
     route_to('GET', '/jobs/{job_id}/explanation', explain_job),
     route_to('GET', '/jobs/{job_id}/output', get_job_output,
-             query='run_id:int attempt_id:int stream:str begin:int'),
+             query='run_id:int attempt_id:int stream:@Stream begin:int'),
     route_to('PUT', '/jobs/{job_id}', update_job, body='?JobModel'),
     route_to('DELETE', '/jobs/{job_id}', delete_job),
     route_to('DELETE', '/jobs', delete_rows, query=OF, resource='job', name='delete_jobs'),
@@ -11627,7 +11616,8 @@ ROUTES = (
                   list={'path': 'failure_handlers', 'query': PAGE}),
 
     *usual_routes('result', 'results',
-                  'job_id:int run_id:int return_code:int status:str compute_node_id:int all_runs:bool'),
+                  'job_id:int run_id:int return_code:int status:@JobStatus compute_node_id:int '
+                  'all_runs:bool'),
 
     *usual_routes('event', 'events', 'category:str after_timestamp:int',
                   create={'verb': create_event, 'query': 'timestamp:int'},
@@ -11648,7 +11638,7 @@ ROUTES = (
                   create={'body': 'ScheduledComputeNodesModel'},
                   update={'verb': update_scheduled_compute_node, 'body': '?ScheduledComputeNodesModel'}),
     route_to('GET', '/scheduled_compute_nodes/{row_id}/output', get_allocation_output,
-             resource='scheduled_compute_node', query='stream:str begin:int'),
+             resource='scheduled_compute_node', query='stream:@Stream begin:int'),
     route_to('POST', 'take_submission', take_submission, body='SubmissionRequest'),
     route_to('GET', 'demand', get_demand),
     route_to('POST', 'store_allocations', store_allocations, body='StoreAllocationsRequest'),
@@ -11706,7 +11696,8 @@ ROUTES = (
 OPERATIONS = {route.name: route for route in ROUTES}
 BULK_ENDINGS = ('/bulk_jobs', '/bulk_files', '/bulk_user_data', '/from_spec', '/apply_spec', '/recover_jobs',
                 '/reset_jobs')
-TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
+# types of path parameters that are not integers
+PATH_TYPES = {'status': '@JobStatus', 'worker': 'str', 'user_name': 'str'}
 # Operations that are not about one workflow: their verbs decide who may. All others need access to theirs.
 OPEN_OPERATIONS = frozenset((
     'ping', 'get_version', 'get_database', 'snapshot_database', 'backup_database',
@@ -11754,14 +11745,12 @@ def match_route(method: str, parts: Tuple[str, ...]) -> Optional[Route]:
 
 def parse_parameter(name: str, kind: str, text: str) -> Any:
     """A query or path parameter as a value."""
-    if kind == 'str':
-        check_scalar(name, 'str', text)
-        return text
+    if kind == 'str' or kind[0] == '@':
+        return check_value(name, kind, text)
     if kind == 'bool' and text.lower() in ('true', 'false', '1', '0'):
         return text.lower() in ('true', '1')
     if SCALARS[kind].types is int and re.match(r'[-+]?[0-9]{1,20}\Z', text):
-        check_scalar(name, kind, int(text))
-        return int(text)
+        return check_value(name, kind, int(text))
     raise BadInput(f'{name} must be {SCALARS[kind].wanted}, not {printable(text)[:60]!r}', http=400, field=name)
 
 
@@ -11808,10 +11797,6 @@ def prepare_call(route: Route, parameters: Dict[str, Any], body: Any) -> Call:
         is_optional = route.name == 'claim_action' and body is None
         arguments['body'] = None if is_optional else check_model(
             '', route.body.lstrip('?'), body, is_partial=route.body[0] == '?')
-    is_of_job = '{status}' in route.path or route.resource in VIEWS
-    if is_of_job and 'status' in arguments and arguments['status'] not in STATUS_CODES:
-        raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}",
-                       field='status')
     return Call(route, arguments)
 
 
@@ -11849,7 +11834,7 @@ def parse_values(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
     kinds = parse_model(route.query)
     parsed = {}
     for name, value in parameters.items():
-        kind = kinds[name].type if name in kinds else 'str' if name in TEXT_PARAMETERS else 'int'
+        kind = kinds[name].type if name in kinds else PATH_TYPES.get(name, 'int')
         items = [parse_parameter(name, kind.strip('[]'), format_parameter(item))
                  for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
         if items:
