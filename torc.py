@@ -14030,7 +14030,7 @@ class Server:
         self.listener.thread.start()
 
     def serve_forever(self) -> None:
-        """Answer until stop(), a signal under signals(), or, embedded, until the last client has left."""
+        """Answer until stop(), a signal, or, embedded, until the last client has left."""
         self.start()
         try:
             while not self.is_leaving:
@@ -14044,15 +14044,6 @@ class Server:
     def stop(self) -> None:
         """End serve_forever() soon. May be called from any thread."""
         self.wake(b'\0')
-
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """While the block runs, SIGTERM, SIGINT and SIGHUP stop the server. In the main thread only."""
-        before = signal.set_wakeup_fd(self.wake_writer.fileno())
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(before)
 
     def end_asking(self) -> None:
         """Answer nobody any more: who waits is told so, and may ask the next server."""
@@ -14289,18 +14280,13 @@ class ServerOptions(Row):
         return self.needs_token or bool(self.auth_file)
 
 
-@contextlib.contextmanager
-def ignoring_signals(numbers: Sequence[int]) -> Iterator[None]:
-    """While the block runs, these signals do nothing but wake the server, and SIGPIPE is an error."""
+def ignore_signals(stack: contextlib.ExitStack, numbers: Sequence[int]) -> None:
+    """Until the stack ends, these signals do nothing but wake the server, and SIGPIPE is an error."""
     # Slurm sends SIGTERM more than once to a job that it ends (--signal, scancel, time limit): a second one
     # must not cut the last snapshot short.
-    handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
-    handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
-    try:
-        yield
-    finally:
-        for number, handler in handlers:
-            signal.signal(number, handler)
+    for number in numbers:
+        stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+    stack.callback(signal.signal, signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN))
 
 
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
@@ -14333,8 +14319,8 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         elif options.snapshot:
             server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
         # Until the very end, when the database has been given back.
-        ignoring.enter_context(ignoring_signals([*numbers, *server.signal_calls]))
-        stack.enter_context(server.signals())
+        ignore_signals(ignoring, [*numbers, *server.signal_calls])
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(server.wake_writer.fileno()))
         hosts = [f'[{name}]' if ':' in name else name for name in candidates]
         urls = [f'{server.scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
         # Only now: who finds the file may connect at once, and is answered by the first turns of the loop.
@@ -15299,10 +15285,8 @@ def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
     params = dict(params)
     path = re.sub(r'\{(\w+)\}', lambda match: urllib.parse.quote(str(params.pop(match.group(1))), safe=''),
                   route.path)
-    pairs = []
-    for name, value in params.items():
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            pairs.append((name, format_parameter(item)))
+    pairs = [(name, format_parameter(item)) for name, value in params.items()
+             for item in (value if isinstance(value, (list, tuple)) else [value])]
     return prefix + path + ('?' + urllib.parse.urlencode(pairs) if pairs else '')
 
 
