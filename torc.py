@@ -33816,6 +33816,11 @@ function timeLeft(status, times) {      // from the attempts that ended last: '1
   return `${elapsed(Math.max(0, guess - error))} to ${elapsed(guess + error)}, if ${runs} run at a time`;
 }
 
+function perMinute(results) {   // by the latest that ended, in the last minutes
+  const times = results.map(row => Date.parse(row.completion_time)).filter(time => time > Date.now() - 300000);
+  return times.length ? (times.length * 60000 / Math.max(60000, Date.now() - Math.min(...times))).toPrecision(2) : null;
+}
+
 function showSummary(body, workflow) {
   const id = workflow.id;
   return async () => {
@@ -33827,7 +33832,7 @@ function showSummary(body, workflow) {
       make('div', {class: 'columns'}, make('section', {}, make('h2', {}, 'Jobs'), table({
         Status: ([name]) => link(`w/${id}/jobs?status:${name}`, stateOf(name)), Jobs: row => row[1].toLocaleString('en'),
       }, Object.entries(counts).filter(pair => pair[1]), 'Jobs by status'), facts({
-        'Time left': timeLeft(status, times), 'Wall time': status.walltime_seconds && elapsed(status.walltime_seconds),
+        'Time left': timeLeft(status, times), 'Ended per minute': perMinute(ended.items), 'Wall time': status.walltime_seconds && elapsed(status.walltime_seconds),
         'Execution time': elapsed(60 * (status.total_exec_time_minutes || 0))})),
       make('section', {}, make('h2', {}, 'What it is about'), facts({
         Description: workflow.description, Owner: workflow.user, Project: workflow.project, Run: workflow.run_id,
