@@ -6577,19 +6577,10 @@ def action_key(action: Values) -> Tuple:
 CLASS_FIELDS = ('resource_requirements_id', 'priority', 'scheduler_id', 'labels')
 
 
-def check_labels(labels: Optional[Sequence[str]]) -> None:
-    """Refuse labels that would be ambiguous in a list."""
-    for label in labels or ():
-        error = label_error(label)
-        if error:
-            raise Refused(f"label '{shorten(label)}' {error}", field='labels')
-
-
 def find_job_class(context: Context, workflow_id: int, parts: Values) -> int:
     """Id of the job class with these CLASS_FIELDS, made if there is none."""
     check_owned(context, 'resource_requirements', workflow_id, [parts['resource_requirements_id'] or 0])
     check_owned(context, 'slurm_scheduler', workflow_id, filter(None, [parts.get('scheduler_id')]))
-    check_labels(parts.get('labels'))
     values = {'workflow_id': workflow_id, 'resource_requirements_id': parts['resource_requirements_id'],
               'priority': parts.get('priority') or 0, 'scheduler_id': parts.get('scheduler_id') or None,
               'labels': sorted(set(parts.get('labels') or ())) or None}
@@ -7473,15 +7464,6 @@ def select_kinds(context: Context, workflow_id: int, query: str) -> List[Kind]:
             for row in context.rows(query, (workflow_id,))]
 
 
-def parse_time_limit(want: Values) -> Optional[int]:
-    """A claim's time limit in seconds; None: no limit."""
-    text = want.get('time_limit')
-    try:
-        return None if text is None else parse_duration(text)
-    except ValueError as error:
-        raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
-
-
 def matches_labels(mine: Iterable[str], labels: FrozenSet[str]) -> bool:
     """Whether a node may take a job: it has all of its labels, and labelled ones take labelled jobs only."""
     return labels.issubset(mine) if labels else not mine
@@ -7517,16 +7499,16 @@ def claim_turn(kind: Kind, scheduler_id: Optional[int]) -> int:
 def kinds_by_turn(context: Context, workflow_id: int, want: Values) -> List[List[Kind]]:
     """Job classes with ready jobs that a node may take with its labels and the time that it has, in the order
     in which it takes them; those that are alike to it together."""
-    check_labels(want.get('labels'))
     mine, labels = want.get('scheduler_config_id'), set(want.get('labels') or ())
-    limit_s, by_queue = parse_time_limit(want), want['strategy'] == 'queue'
+    limit, by_queue = want.get('time_limit'), want['strategy'] == 'queue'
+    limit_s = parse_duration(limit) if limit else math.inf
 
     def order(kind: Kind) -> Tuple:
         return (-kind.priority,) if by_queue else (
             claim_turn(kind, mine), -kind.priority, -kind.num_gpus, -kind.runtime_s, -kind.memory_bytes,
             -kind.num_cpus, kind.num_nodes)
     allowed = [kind for kind in select_kinds(context, workflow_id, KIND_QUERY)
-               if matches_labels(labels, kind.labels) and (limit_s is None or kind.runtime_s <= limit_s)
+               if matches_labels(labels, kind.labels) and kind.runtime_s <= limit_s
                and (claim_turn(kind, mine) < 2 or not want.get('strict'))]
     return [list(group) for _, group in itertools.groupby(sorted(allowed, key=order), key=order)]
 
@@ -7629,7 +7611,8 @@ def offer_of(want: Values) -> Offer:
     sizes = node_sizes(want)
     only = want.get('scheduler_config_id') or 0
     return Offer(frozenset(want.get('labels') or ()), Capacity(*map(max, zip(*sizes))) if sizes else None,
-                 max(1, len(sizes)), parse_time_limit(want), only if want.get('strict') else None)
+                 max(1, len(sizes)), parse_duration(want['time_limit']) if want.get('time_limit') else None,
+                 only if want.get('strict') else None)
 
 
 def group_lacks(kinds: Iterable[Kind], want: Values) -> Dict[str, List[int]]:
@@ -8626,7 +8609,6 @@ def create_compute_node(context: Context, body: Values) -> Values:
     """Register a compute node."""
     workflow_id = body['workflow_id']
     workflow_state(context, workflow_id)
-    check_labels(body.get('labels'))
     check_references(context, workflow_id, body)
     if body.get('identity') and keeps_crate(context, workflow_id):      # a runner of ours
         put_software(context, workflow_id, 'torc')
@@ -11146,7 +11128,7 @@ ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'St
          'Decision': ('retry', 'fail'), 'Stream': ('stdout', 'stderr')}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], (list,of,just,these),
-# {map}, {map with nulls?}, @Model or enum, ?Model of which any field may be missing.
+# {map}, @Model or enum, ?Model of which any field may be missing; what ends in ? may be null.
 MODELS = {
     'AccessGroupModel': 'created_at:str description:str id:int name:name!',
     'AdminSqlRequest': 'allow_full_table:bool dry_run:bool limit:int sql:str! write:bool',
@@ -11158,14 +11140,14 @@ MODELS = {
     'ClassifyJobsRequest': 'classifications:[@Classification]!',
     'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:count runtime:str',
     'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! '
-        'duration_seconds:float end_time:time hostname:str! id:int is_active:bool labels:[str] '
+        'duration_seconds:float end_time:time hostname:str! id:int is_active:bool labels:[label] '
         'memory_gb:float! num_cpus:int! num_gpus:int! num_nodes:int! peak_cpu_percent:float '
         'peak_memory_bytes:int pid:int! sample_count:int scheduler:any scheduler_config_id:int '
         'start_time:time! time_limit:str workflow_id:int! identity:str lease_s:float reason:str '
         'output_dir:str',
     'ComputeNodeMonitorConfig': 'cpu:bool enabled:bool granularity:@MonitorGranularity memory:bool',
-    'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! '
-        'num_nodes:nodes! scheduler_config_id:int time_limit:str',
+    'ComputeNodesResources': 'id:int labels:[label] memory_gb:gigabytes! num_cpus:int! num_gpus:int! '
+        'num_nodes:nodes! scheduler_config_id:int time_limit:duration',
     'DatabaseBackupModel': 'path:str!',
     'DynamicJobsConfig': 'max_iterations:count',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
@@ -11185,7 +11167,7 @@ MODELS = {
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
     'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:command! compute_node_id:int '
         'depends_on_job_ids:[int] env:{str} failure_handler_id:int id:int input_file_ids:[int] '
-        'input_user_data_ids:[int] invocation_script:command labels:[str] name:name! origin:str '
+        'input_user_data_ids:[int] invocation_script:command labels:[label] name:name! origin:str '
         'output_file_ids:[int] output_user_data_ids:[int] priority:ordinal resource_requirements_id:int '
         'schedule_compute_nodes:any scheduler_id:int start_time:str status:@JobStatus '
         'supports_termination:bool workflow_id:int!',
@@ -11198,7 +11180,8 @@ MODELS = {
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
         'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
-        'failure_handlers:[?FailureHandlerModel]! kinds:[(any,ordinal,any,any)]! dependency_sets:[[ordinal]]! '
+        'failure_handlers:[?FailureHandlerModel]! kinds:[(ordinal?,ordinal,ordinal?,[label]?)]! '
+        'dependency_sets:[[ordinal]]! '
         'jobs:planned_jobs! actions:[@PlannedAction]! file_times:{float?}',
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:{any}! job_indexes:[ordinal] '
         'persistent:bool',
@@ -11230,7 +11213,7 @@ MODELS = {
         'actions:[str] action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool '
         'held:[(int,int)] held_actions:[int] turn:int submits:bool',
     'RunnerWant': 'strategy:@Strategy! limit:int! depth:int nodes:[(int,int,int)] sizes:[(int,int,int)] '
-        'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
+        'time_limit:duration scheduler_config_id:int labels:[label] strict:bool',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int! reason:str',
     'SetFileTimesRequest': 'files:{float?}! contents:[(int,float,int,str)]',
@@ -11240,7 +11223,7 @@ MODELS = {
     'SlurmStatsModel': 'attempt_id:int! ave_cpu_seconds:float id:int job_id:int! max_disk_read_bytes:int '
         'max_disk_write_bytes:int max_rss_bytes:int max_vm_size_bytes:int node_list:str run_id:int! '
         'slurm_job_id:str workflow_id:int!',
-    'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:command! depends_on:[str] labels:[str] '
+    'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:command! depends_on:[str] labels:[label] '
         'name:name! priority:ordinal resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'StoreAllocationsRequest': 'newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
@@ -11367,8 +11350,10 @@ SCALARS = {     # type of MODELS -> what it is
     'bool':      Scalar(bool, 'true or false', lambda value: ''),
     'str':       Scalar(str, 'text', text_error),
     'name':      Scalar(str, 'text', lambda text: text_error(text) or name_error(text)),
+    'label':     Scalar(str, 'text', lambda text: text_error(text) or label_error(text)),
     'command':   Scalar(str, 'text', lambda text: text_error(text) or command_error(text)),
     'time':      Scalar(str, 'text', lambda text: text_error(text) or error_of(parse_time)(text)),
+    'duration':  Scalar(str, 'text', lambda text: text_error(text) or error_of(parse_duration)(text)),
     'regex':     Scalar(str, 'text', error_of(parse_regex)),
     'rules':     Scalar(str, 'text', lambda text: text_error(text) or rules_error(text)),
     'any':       Scalar(object, '', any_error),
@@ -11404,6 +11389,9 @@ def check_planned_jobs(path: str, value: Any) -> None:
 
 def check_value(path: str, kind: str, value: Any) -> Any:
     """Refuse a value that is not of a type of MODELS; the value, without what no model knows."""
+    if kind[-1] == '?' and value is None:
+        return None
+    kind = kind.rstrip('?')
     if kind in SCALARS:
         check_scalar(path, kind, value)
         is_plain = kind != 'time' or PLAIN_TIME.match(value)    # not without a zone, say, or with +0100
@@ -11425,10 +11413,9 @@ def check_value(path: str, kind: str, value: Any) -> Any:
     if kind[0] == '{':
         if not isinstance(value, dict):
             raise wrong_type(path, 'an object', value)
-        for key, item in value.items():     # a type that ends in ? may be null
+        for key, item in value.items():
             check_scalar(path, 'str', key)
-            if item is not None or kind[-2] != '?':
-                check_value(f'{path}.{printable(key)}', kind[1:-1].rstrip('?'), item)
+            check_value(f'{path}.{printable(key)}', kind[1:-1], item)
         return value
     return check_model(path, kind[1:], value, is_partial=kind[0] == '?')
 
@@ -11579,9 +11566,9 @@ ROUTES = (
     route_to('POST', '/jobs', create_job, body='JobModel'),
     route_to('POST', '/bulk_jobs', create_many_jobs, name='create_jobs', body='JobsModel'),
     route_to('GET', '/jobs', list_jobs, resource='job',
-             query=OF + PAGE + 'status:@JobStatus needs_file_id:int upstream_job_id:int labels:str '
+             query=OF + PAGE + 'status:@JobStatus needs_file_id:int upstream_job_id:int '
              'include_relationships:bool active_compute_node_id:int origin_is_set:bool name:str command:str '
-             'resource_requirements_id:int'),
+             'labels:str resource_requirements_id:int'),
     route_to('GET', '/jobs/{job_id}', get_job),
     route_to('GET', '/jobs/{job_id}/explanation', explain_job),
     route_to('GET', '/jobs/{job_id}/output', get_job_output,
