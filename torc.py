@@ -3952,10 +3952,7 @@ def check_cycles(planner: Planner) -> None:
             return ([] if named is None else [('set', named)]) + input_keys(jobs[node])
         return sets[node[1]] if node[0] == 'set' else producers.get(node, ())
 
-    # In every circle one waits for itself or a later one; the jobs of a set are sorted.
-    starts = [index for index in range(len(jobs))
-              if any(index <= last for key in waits_for(index) for last in waits_for(key)[-1:])]
-    for cycle in find_cycles(starts, waits_for, 10):
+    for cycle in find_cycles(range(len(jobs)), waits_for, 10):
         members = [node for node in cycle if isinstance(node, int)]
         names = [shorten(jobs[index].name) for index in members]
         shown = names if len(names) <= 20 else names[:19] + ['...']
@@ -4888,12 +4885,8 @@ class Capacity(Row):
 
     def count(self, needs: Any) -> int:
         """How many jobs fit that need this much of one node: Needs, or a row with its names."""
-        fits = [self.num_cpus // needs.num_cpus]
-        if needs.memory_bytes:
-            fits.append(self.memory_bytes // needs.memory_bytes)
-        if needs.num_gpus:
-            fits.append(self.num_gpus // needs.num_gpus)
-        return max(0, min(fits))
+        wanted = needs.num_cpus, needs.memory_bytes, needs.num_gpus
+        return max(0, min(has // need for has, need in zip(self, wanted) if need))
 
     def less(self, needs: Any, count: int) -> 'Capacity':
         """What is left after taking so many such jobs; with a negative count, after giving them back."""
@@ -18818,12 +18811,10 @@ def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, Tuple[Optional[
 def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
     """Output of sacct in SACCT_FORMAT -> name of a step -> what it says, for these names. They are compared
     here, since --name meant the job's name in some versions. Of several steps with a name the last one
-    counts: sacct prints those of a requeued job's earlier runs (-D) first. The state may be missing, as on
-    that page."""
+    counts: sacct prints those of a requeued job's earlier runs (-D) first."""
     records = {}
-    for name, *sizes, cpu, last in read_slurm_rows(text, 7):
+    for name, *sizes, cpu, node_list, state in read_slurm_rows(text, 8):
         if name in names:
-            node_list, _, state = last.partition('|')
             records[name] = StepRecord(*map(parse_slurm_memory, sizes), parse_slurm_cpu_time(cpu),
                                        node_list or None, parse_slurm_state(state) or None)
     return records
