@@ -1276,6 +1276,13 @@ SPACES = re.compile(r' *')
 BLANKS = re.compile(r'[ \t]*')
 LINE_END = re.compile(r'(?:[ \t]+#[^\n]*|[ \t]*)\n')
 
+# With the next line's indentation.
+SIMPLE_ENTRY = re.compile(
+    r'([A-Za-z_][\w.-]*): +(?:"([^"\\\n]*)" *|([A-Za-z0-9_./$(][^\n#:]*(?:(?::(?=\S)|(?<=\S)#)[^\n#:]*)*))'
+    r'\n( *)(?=[^\s#])', re.ASCII)
+# Not n, t, f: null, true, false.
+SURELY_TEXT = frozenset('ABCDEGHIJKLMOPQRSUVWXYZabcdeghijklmopqrsuvwxyz_/$(')
+
 INDICATORS = r'''\-?:,\[\]{}#&*!|>'"%@`'''
 PLAIN_REST = r'(?:[^\s:#]|:(?=\S)|(?<=\S)#|[ \t]+(?=[^\s#:])|[ \t]+:(?=\S))'
 PLAIN_START = Expression(r'[^\s' + INDICATORS + r']|[-?:](?=\S)', re.ASCII)
@@ -1552,12 +1559,29 @@ class YamlReader(TextReader):
 
     def read_mapping(self, at: int, column: int) -> Dict[Any, Any]:
         """Entries 'key: value' at one column."""
+        # Locals: this loop reads most lines of most files.
+        text, match_simple = self.text, SIMPLE_ENTRY.match
         mapping, merged = {}, []    # type: Dict[Any, Any], List[Tuple[int, Any]]
-        self.enter(at, mapping)
+        offsets = self.enter(at, mapping)
         while True:
-            key, colon = self.read_key(at) or self.fail_no_key(at)
-            value = self.read_value(colon, column, after_key=True)
-            self.add_entry(mapping, key, value, at, merged)
+            simple = match_simple(text, at)
+            if simple and len(simple.group(4)) <= column:
+                name, quoted, plain, indent = simple.groups()
+                key = YAML_WORDS.get(name, name)
+                if key in mapping:
+                    self.fail_duplicate(at, key)
+                if plain is None:
+                    mapping[key] = quoted
+                elif plain[0] in SURELY_TEXT:
+                    mapping[key] = plain.rstrip(' \t')
+                else:
+                    mapping[key] = self.number(simple.start(3), parse_plain, plain.rstrip(' \t'))
+                offsets.append(at)
+                self.at, self.column = simple.end(), len(indent)
+            else:       # values on several lines, collections
+                key, colon = self.read_key(at) or self.fail_no_key(at)
+                value = self.read_value(colon, column, after_key=True)
+                self.add_entry(mapping, key, value, at, merged)
             at = self.at
             if self.column != column:
                 break
@@ -3952,7 +3976,10 @@ def check_cycles(planner: Planner) -> None:
             return ([] if named is None else [('set', named)]) + input_keys(jobs[node])
         return sets[node[1]] if node[0] == 'set' else producers.get(node, ())
 
-    for cycle in find_cycles(range(len(jobs)), waits_for, 10):
+    # In every circle one waits for itself or a later one; the jobs of a set are sorted.
+    starts = [index for index in range(len(jobs))
+              if any(index <= last for key in waits_for(index) for last in waits_for(key)[-1:])]
+    for cycle in find_cycles(starts, waits_for, 10):
         members = [node for node in cycle if isinstance(node, int)]
         names = [shorten(jobs[index].name) for index in members]
         shown = names if len(names) <= 20 else names[:19] + ['...']
@@ -5097,12 +5124,17 @@ class Statements:
 
     def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Cells], more: str = '') -> None:
         """Add many rows of encoded cells, in few statements, which end in `more`, such as ON CONFLICT."""
-        # A statement a row takes twice as long.
+        # A statement a row takes twice as long; so does each None, which Python asks for an adapter, beside
+        # NULL in the text of the statement.
         waiting, size = iter(rows), MAX_PARAMETERS // len(names)
-        start, marks = f"INSERT INTO {table} ({', '.join(names)}) VALUES ", f"({', '.join('?' * len(names))})"
         for block in iter(lambda: list(itertools.islice(waiting, size)), []):
-            self.connection.execute(f"{start}{', '.join([marks] * len(block))} {more}",
-                                    list(itertools.chain.from_iterable(block)))
+            columns = list(zip(*block))
+            given = [column for column in columns if column.count(None) < len(block)]
+            marks = ', '.join('?' if column.count(None) < len(block) else 'NULL' for column in columns)
+            self.connection.execute(
+                f"INSERT INTO {table} ({', '.join(names)}) "
+                f"VALUES {', '.join([f'({marks})'] * len(block))} {more}",
+                list(itertools.chain.from_iterable(zip(*given))))
 
     def update(self, table: str, row_id: int, values: Values) -> None:
         """Change columns of one row; None stores NULL, keys that are not columns are ignored."""
@@ -16439,7 +16471,10 @@ class TreeSampler:
 
     def find_members(self) -> None:
         """Find the processes that are new, and whose they are."""
-        pids = {int(name) for name in os.listdir(self.root) if name.isdigit()}
+        try:
+            pids = {int(name) for name in os.listdir(self.root) if name.isdigit()}
+        except OSError:     # no /proc
+            return
         trees = self.trees.values()
         sessions = {tree.pid: tree for tree in trees}
         owners = {pid: tree for tree in trees for pid in tree.members}
