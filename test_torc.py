@@ -2985,10 +2985,6 @@ class StateTest(ScenarioTest):
           complete a STATUS:3 -> a=STATUS b=NEXT results=a#1:3:STATUS
         '''
     HELD = '''
-        cancel changes nothing where nothing is left to do
-          a / b: a
-          claim n1 a; end a; claim n1 b; end b; cancel -> canceled=false told= a=completed b=completed
-
         only the node that claimed a job starts it
           a
           node n2; claim n1 a; begin a by=n2 -> refused='held by compute node'
@@ -3013,12 +3009,6 @@ class ActionTest(ScenarioTest):
           claim n1 a; end a; ask n2 -> actions=on_jobs_ready
           claim n1 b; end b; ask n1 -> actions=on_jobs_complete,on_workflow_complete
           ask n1 -> actions=
-
-        a gate that is deleted is not waited for
-          a / b | on_jobs_complete a b
-          claim n1 a b; end a; ask n1 -> actions=
-          delete b -> refused='wait for its end'
-          return b; delete b; ask n1 -> actions=on_jobs_complete
 
         an action of a node that died is due again, until its end was reported
           a | on_workflow_start
@@ -3735,11 +3725,6 @@ class CompletionTest(ScenarioTest):
           retry a 2 -> refused='has used its 2 attempts'
           retry a 3 -> a=ready#6
 
-        what a retry makes ready again waits for what has yet to run
-          a / b: a / c: b
-          complete b failed -> a=ready b=failed c=canceled
-          retry b 2 -> b=blocked#2
-
         a disabled job counts as one that has finished well
           a / b: a
           set a disabled -> a=disabled b=ready ended=
@@ -3778,11 +3763,6 @@ class CompletionTest(ScenarioTest):
           WAY a -> a=completed b=ready c=blocked due=on_jobs_ready results=a#1:0:completed
           WAY a failed:7 -> refused='is already complete'
           claim n1 b
-
-        so is that of a blocked one
-          a / b: a / c: b / d: b | on_jobs_ready b | on_jobs_complete b
-          WAY b -> a=ready b=completed c=ready d=ready due=on_jobs_complete results=b#1:0:completed
-          claim n1 a c d
 
         what another node holds cannot end
           a / b: a
