@@ -2871,8 +2871,6 @@ class StateTest(ScenarioTest):
     COLUMNS = 'uninitialized blocked ready pending running completed failed canceled terminated disabled pending_failed'.split()
     SHORT = {name[:6]: name for name in COLUMNS if name != 'pending_failed'}
     SHORT['undeci'] = 'pending_failed'      # undecided
-    SEES = dict(ScenarioTest.SEES, told=('list_events', {'category': 'workflow_canceled'}, '{data[category]}'),
-                canceled=lambda self: self.call('get_workflow', id=self.workflow_id)['is_canceled'])
     OPERATIONS = """
         operation                    uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
         begin job                    -       -       -       runnin  runnin  -       -       -       -       -       -
