@@ -922,7 +922,10 @@ def refuse_special_file(path: str) -> None:
 
 def write_atomically(path: str, data: bytes, mode: Optional[int] = 0o600, is_new: bool = False) -> None:
     """Put a file in place as a whole: readers see the old content or the new. With `is_new` FileExistsError
-    if there is one: one of several callers succeeds, over NFS too. Without `mode` that of the umask."""
+    if there is one: one of several callers succeeds, over NFS too. Without `mode` that of the umask, and what
+    a link leads to is replaced: such a file is one that the user has named."""
+    if mode is None:
+        path = os.path.realpath(path)       # /dev/stdout, say
     if not is_new:
         refuse_special_file(path)
     temporary = os.path.join(os.path.dirname(path), f'.{os.path.basename(path)}.{secrets.token_hex(4)}')
@@ -9940,7 +9943,7 @@ def check_statement(sql: str, writes: bool, allows_full_table: bool) -> None:
     bare = SQL_LITERALS.sub(' ', sql).strip('; \t\r\n')
     allowed = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH') if writes else ('SELECT', 'VALUES', 'WITH')
     if re.match(r'\w*', bare).group().upper() not in allowed:
-        hint = '' if writes else '; what changes something needs write'
+        hint = '' if writes else '; what changes something needs write (--write)'
         raise Refused(f"{printable(sql[:40])!r}: here a statement begins with {', '.join(allowed)}{hint}")
     if writes and re.search(r'\bOR\s+ROLLBACK\b', bare, re.IGNORECASE):
         raise Refused('OR ROLLBACK is not possible here: it would undo what others have asked for')
@@ -26140,6 +26143,14 @@ FOLLOW_PAUSE_S = 0.5    # between looks at the files that `logs --follow` shows
 WHERE_OUTPUT_IS = 'name the directory that `run` wrote to with -o, or look at the stdio mode of the workflow'
 
 
+def where_output_is(session: Session, workflow_id: int) -> str:
+    """What to do about output that is not here."""
+    if not session.call('list_remote_workers', workflow_id=workflow_id):
+        return WHERE_OUTPUT_IS
+    collect = command_line(session, 'remote', 'collect-logs', workflow_id)
+    return f'`{collect}` fetches it from other hosts, into remote_logs/HOST; then give one of these with -o'
+
+
 def cmd_logs(session: Session, args: Arguments) -> int:
     """Print what jobs wrote, each in its newest attempt: those that are named, or all that have run."""
     reader = LogReader(session, args)
@@ -26150,7 +26161,8 @@ def cmd_logs(session: Session, args: Arguments) -> int:
     newest = reader.newest()
     for number, job in reader.jobs.items():
         if number not in newest or not any(find_stdio(reader.output_dir, newest[number])):
-            where, hint = (f' in {reader.output_dir}', f'; {WHERE_OUTPUT_IS}') if number in newest else ('', '')
+            where, hint = (f' in {reader.output_dir}', f'; {where_output_is(session, reader.id)}') \
+                if number in newest else ('', '')
             raise Refused(describe_job(session, job, ' has left no output' + where) + hint)
     found = reader.shown((newest[number] for number in reader.jobs or sorted(newest)), args['failed'])
     if session.format == 'json':
@@ -26294,7 +26306,7 @@ def report_what_is_not_shown(reader: LogReader, found: List[Dict[str, Any]]) -> 
     lost = sum(not any(find_stdio(reader.output_dir, attempt)) for attempt in found)
     if lost:
         session.report(f'torc: {lost} of {len(found)} jobs have left no output in {reader.output_dir}; '
-                       f'{WHERE_OUTPUT_IS}')
+                       f'{where_output_is(session, reader.id)}')
     if args['failed'] or args['run_id'] is not None or args['attempt_id'] is not None:
         if not found:
             session.report(f'torc: nothing in workflow {reader.id} is what the options ask for')
@@ -27871,7 +27883,8 @@ def report_troubles(session: Session, workflow: Dict[str, Any], done: Submitter)
         session.report(f"{counted(done.left, 'allocation')} not submitted: {done.why_left}. Nothing is "
                        f'submitted twice; to go on: {again}')
     if done.refusals and not done.numbers:
-        raise Refused(f'no allocation of workflow {number} was submitted: {done.refusals[0]}')
+        raise Refused(f'no allocation of workflow {number} was submitted: {done.refusals[0]}; how to go on: '
+                      f'`{command_line(session, "explain", number)}`')
     for message, count in sorted(collections.Counter(done.refusals).items()):
         session.report(f"torc: {counted(count, 'allocation')} of workflow {number} not submitted: {message}")
 
@@ -31950,7 +31963,8 @@ def cmd_config_write(session: Session, args: Arguments) -> None:
         data = text.encode('utf-8', 'surrogateescape')
         read_document(data, path, 'toml')       # BadInput, say if it stands there in another form
         make_directory(os.path.dirname(path))
-        write_atomically(path, data, stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else None)
+        mode = stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else None
+        write_atomically(os.path.realpath(path), data, mode)
     session.inform(f'Wrote {path}')
 
 
