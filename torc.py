@@ -12842,7 +12842,8 @@ def open_tls(certificate: str, key: str) -> Any:
         raise BadInput(f'{certificate} and {key or "no --tls-key"} are not a certificate and its key, '
                        'both in PEM form') from None
     except OSError as error:
-        raise BadInput(f'cannot read {error.filename or certificate}: {error.strerror}') from None
+        raise BadInput(f'cannot read {error.filename or certificate}: {error.strerror}; `{program_name()} help '
+                       'security` says how a certificate is made') from None
     return context
 
 
