@@ -14682,7 +14682,6 @@ class ExchangeTest(CommandTest):
 # ======== 20b. Logs ========
 
 
-@slow
 class FollowTest(CommandTest):
     """logs --follow."""
 
@@ -16339,6 +16338,15 @@ class ReconcileTest(CommandTest):
         self.play(story(0, 5, '5 completions: run 1 of workflow 1 is over: the current one is 2'))
         self.assertEqual(before, list(map(read_bytes, paths)))
 
+    def test_sync_status_takes_them_in_before_it_submits(self):
+        self.create(3)
+        path = self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db')
+        write_journal(path, [journal_entry(1, torc_py=database_of(self.world))])
+        found = []
+        with unittest.mock.patch.object(torc, 'go_on_submitting', side_effect=lambda session, _: found.append(session.job(1)['status']) or []):
+            self.text('workflows sync-status 1')
+        self.assertEqual(['completed'], found, 'it may need no allocation')
+
     def test_faulty_journals_are_named_and_the_others_brought_among_them_those_of_torcs_own_runner(self):
         self.create(4)
         path = self.journal('wf1_sl170_n0_p18845', ())
@@ -17182,8 +17190,8 @@ class PasswordCommandTest(CommandTest):
         for password, line, code, said in rows:
             with self.subTest(line), unittest.mock.patch('sys.stdin', io.StringIO(password + '\n')):
                 verb, *words = shlex.split(line)
-                cost = ('-c', '4') * (verb == 'add')
-                self.assertExit(code, self.world.main('htpasswd', verb, '-f', 'users', *cost, *words), said)
+                flags = {'add': ('-f', 'users', '-c', 4), 'hash': ()}.get(verb, ('-f', 'users'))
+                self.assertExit(code, self.world.main('htpasswd', verb, *flags, *words), said)
 
     def test_users_are_added_changed_and_removed_and_all_else_stays(self):
         self.world.write('users', '# of the group\nzoe:$apr1$kept$asitis\n\n')
@@ -17219,7 +17227,7 @@ class PasswordCommandTest(CommandTest):
         self.feed((
             ('short',       'add ann',            2, 'at least 8 characters'),
             ('open-sesame', 'add a:b',            2, name), ('open-sesame', 'add "#a"', 2, name), ('open-sesame', 'add a\x1bb', 2, name),
-            ('open-sesame', "add ''",             2, name), ('open-sesame', 'add b\udcff', 2, name),
+            ('open-sesame', "add ''",             2, name), ('open-sesame', 'add b\udcff', 2, name), ('open-sesame', 'hash a:b', 2, name),
             ('open-sesame', 'add anonymous',      2, 'cannot be a user'),
             ('open-sesame', 'add -c 3 ann',       2, '3 is less than 4'),
             ('open-sesame', 'add -f no/users ann', 2, 'cannot write no/users')))
