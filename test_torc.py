@@ -14985,6 +14985,13 @@ class BundleTest(CommandTest):
         self.assertEqual(*({key: told[key] for key in ('workflow_id', 'files_parsed', 'errors', 'warnings', 'classes')} for told in (here, there)))
         self.assertIn({'file': 'job_stdio/job_wf1_j2_r1_a1.e', 'line': 1, 'class': 'Permission', 'severity': 'error', 'message': 'x: Permission denied'}, here['items'])
 
+    def test_no_more_is_read_of_a_file_or_of_stdin_than_a_workflow_may_have(self):
+        self.set_constant('MAX_SPEC_BYTES', 2 ** 20)
+        said = 'larger than 1.0MB: it is no workflow file'
+        self.assertExit(2, self.world.main('create', '/dev/zero'), said)
+        with open('/dev/zero') as zeros, unittest.mock.patch('sys.stdin', zeros):
+            self.assertExit(2, self.world.main('create', '-'), said)
+
     def test_what_both_say(self):
         self.world.write('clean/job_stdio/job_wf1_j1_r1_a1.o', '0 errors\n')
         self.play("""
@@ -15001,6 +15008,8 @@ class BundleTest(CommandTest):
             $ logs analyze torc_output -> 2: holds logs of the workflows 1, 10: choose one with --workflow-id
             $ logs analyze torc_output -w 7 -> 2: holds no logs of workflow 7, but of 1, 10
             $ logs analyze empty -> 2: empty holds no logs of workflows
+            % echo '[]' > bundle_metadata.json; tar czf odd.tar.gz bundle_metadata.json
+            $ logs analyze odd.tar.gz -> 0: No errors detected
             $ logs analyze w.yaml -> 2: w.yaml cannot be read as a bundle
             $ logs 1 bundle -> 4: job 'bundle' not found
             $ logs -h -> 0: See also: logs bundle, logs analyze
@@ -19855,7 +19864,7 @@ BORDERS = {
 }
 
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 34148
+TORC_LINES = 34151
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {

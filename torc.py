@@ -25258,16 +25258,18 @@ def is_id(word: str) -> bool:
 # -------- input --------
 
 def read_input(session: Session, path: str) -> bytes:
-    """Content of a file that the user named; '-' is stdin."""
+    """Content of a file that the user named; '-' is stdin. Not more than a workflow: /dev/zero has no end."""
+    if path == '-' and session.stdin.isatty():
+        session.report('torc: reading from the terminal; end with Ctrl-D')
     try:
-        if path == '-':
-            if session.stdin.isatty():
-                session.report('torc: reading from the terminal; end with Ctrl-D')
-            return session.stdin.buffer.read()
-        with open(path, 'rb') as file:
-            if os.fstat(file.fileno()).st_size > MAX_SPEC_BYTES:
+        with contextlib.ExitStack() as files:
+            file = session.stdin.buffer if path == '-' else files.enter_context(open(path, 'rb'))
+            # Piece by piece: one read of the limit would allocate all of it, in spite of `ulimit -v`.
+            pieces = iter(lambda: file.read(2 ** 20), b'')
+            data = b''.join(itertools.islice(pieces, MAX_SPEC_BYTES // 2 ** 20))
+            if next(pieces, b''):
                 raise BadInput(f'{path} is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
-            return file.read()
+            return data
     except OSError as error:
         raise BadInput(f'cannot read {path}: {error.strerror}') from None
 
@@ -26445,7 +26447,8 @@ def search_bundle(path: str, wanted: Optional[int]) -> Tuple[Dict[str, Any], Fou
             for member in filter(tarfile.TarInfo.isfile, bundle):
                 name, content = os.path.basename(member.name), bundle.extractfile(member)
                 if member.name == 'bundle_metadata.json':
-                    metadata = parse_json(content.read(MAX_BODY_BYTES).decode('utf-8', 'replace'))
+                    found = parse_json(content.read(MAX_BODY_BYTES).decode('utf-8', 'replace'))
+                    metadata = found if isinstance(found, dict) else {}
                 elif is_log_name(name) and wanted in (None, workflow_in_name(name)):
                     files.append((member.name, find_errors(content)))
     except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
